@@ -184,7 +184,7 @@ def test_nothing_stays_behind():
             "leanstep.budget: op_storms 1, at most 0",
             "  test_waste.py:*: op-storm: * tiny ops",
             "      *# a storm",
-            "    do: Write the loop as tensor ops*",
+            "    do: Replace the loop by tensor ops*",
             "leanstep.budget: peak_mib *, at most 1",
             "  test_waste.py:*: * held for the backward",
             "    do: Use fewer samples per backward*",

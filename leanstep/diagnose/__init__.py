@@ -6,7 +6,7 @@
             watch.step()
     print(watch.findings())
 
-`step()` ends a step by hand from inside a script that runs under `leanstep diagnose`.
+In a script that runs under `leanstep diagnose`, `step()` marks the end of a step.
 """
 
 from leanstep.diagnose.step_records import RULE_IDS, Finding, Limits

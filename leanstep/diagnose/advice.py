@@ -1,7 +1,7 @@
-"""Advice that fits the place: what a user can change from their own line, in the kind of script it is in.
+"""Context-specific advice: what a user can change from their own line, in their kind of script.
 
-Each entry names what exists in that place: a trainer's class where a trainer runs the step, a function where
-the loop is the user's own. `fit` puts the first that matches into a finding.
+Each entry names what is available there: a trainer class where a trainer runs the step, a function where the
+user writes the loop. `fit` puts the first matching entry into a finding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from leanstep.script.lines import Line, short_path
 HEAD_RULES = ("dead-rows", "full-vocab", "retained-chunks")
 ALL_HEAD_RULES = (*HEAD_RULES, "no-grad-vocab")
 TRANSFORMERS, TRL = "transformers/", "trl/"
-# What replaces a loss that transformers computes from labels.
+# Replaces a loss that transformers computes from labels.
 APPLY = "leanstep.integrations.transformers.apply_leanstep"
 # The user's line that starts a trainer's loop.
 _TRAINER_CALL = re.compile(r"\.train\(")
@@ -24,10 +24,10 @@ _TRAINER_CALL = re.compile(r"\.train\(")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What kind of script the findings are in.
+    """The kind of script that the findings are in.
 
-    trainer: a Trainer runs the step. model_in: the package whose code multiplies with the head, "" for the
-    user's own. has_labels: transformers computes the loss. is_rl: the script generates what it trains on.
+    trainer: a Trainer runs the step. model_in: the package whose code multiplies by the head, "" for the
+    user's own. has_labels: transformers computes the loss. is_rl: the script generates its training data.
     """
 
     trainer: bool = False
@@ -56,9 +56,9 @@ def _is_in(line: Line, package: str) -> bool:
 
 @dataclass(frozen=True)
 class Advice:
-    """For findings of `rules` in files that start with `package`, on lines that contain one of `code`.
+    """Advice for findings of `rules` in files that start with `package`, on lines that contain one of `code`.
 
-    trainer, model_in, has_labels, is_rl: what the surroundings must be; None: anything.
+    trainer, model_in, has_labels, is_rl: the required kind of script; None matches any.
     """
 
     rules: tuple[str, ...]
@@ -88,24 +88,25 @@ class Advice:
 NO_GRADIENT = (
     "Every row of the head gets a gradient of exactly zero: the loss has no gradient (advantages are all "
     "zero).",
-    "Look at the loss first: equal rewards within a group give advantages of zero, and a mask that selects "
-    "nothing gives a loss of zero. Skip such a batch before the forward pass, or vary the rewards.",
+    "Check the loss first: equal rewards within a group give zero advantages, and a mask that selects "
+    "nothing gives a zero loss. Skip such a batch before the forward pass, or vary the rewards.",
     "the loss has no gradient (advantages are all zero)",
 )
 ADVICE = (
     Advice(
         HEAD_RULES,
-        "leanstep.integrations.trl.apply_leanstep(trainer) before train(), or the trainer's class with Lean "
-        "before its name (LeanSFTTrainer, LeanDPOTrainer, LeanGRPOTrainer, LeanKTOTrainer). Without Triton "
-        "TRL scores the prompt's rows as well; then they never meet the head.",
+        "Call leanstep.integrations.trl.apply_leanstep(trainer) before train(), or prefix the trainer's "
+        "class with Lean (LeanSFTTrainer, LeanDPOTrainer, LeanGRPOTrainer, LeanKTOTrainer). Without Triton "
+        "TRL also scores the prompt's rows; with leanstep they never reach the head.",
         "integrations.trl.apply_leanstep(trainer)",
         package="trl/",
         leanstep="leanstep.integrations.trl.apply_leanstep",
     ),
     Advice(
         ALL_HEAD_RULES,
-        "leanstep.integrations.transformers: LeanTrainer in place of Trainer, or apply_leanstep(model) "
-        "once. Rows with label -100 then never meet the head, and one tile of logits is held.",
+        "Use LeanTrainer of leanstep.integrations.transformers instead of Trainer, or call its "
+        "apply_leanstep(model) once. Rows with label -100 then never reach the head, and only one tile of "
+        "logits is held.",
         "LeanTrainer or apply_leanstep(model)",
         leanstep="leanstep.integrations.transformers.LeanTrainer",
         trainer=True,
@@ -113,9 +114,9 @@ ADVICE = (
     ),
     Advice(
         HEAD_RULES,
-        "leanstep.integrations.transformers.apply_leanstep(model) once, before the loop: model(..., "
-        "labels=...) then gives the same loss, rows with label -100 never meet the head, and one tile of "
-        "logits is held.",
+        "Call leanstep.integrations.transformers.apply_leanstep(model) once, before the loop: model(..., "
+        "labels=...) then returns the same loss, rows with label -100 never reach the head, and only one "
+        "tile of logits is held.",
         "apply_leanstep(model) before the loop",
         leanstep=APPLY,
         model_in=TRANSFORMERS,
@@ -123,19 +124,19 @@ ADVICE = (
     ),
     Advice(
         ALL_HEAD_RULES,
-        "leanstep.model_logprobs(model, input_ids, mask, attention_mask=...) in place of model(...).logits, "
-        "log_softmax and gather: log-probs (and entropy) [B, T - 1] of the tokens that the mask chooses. "
-        "Other rows never meet the head, and one tile of logits is held. Old and reference log-probs: the "
-        "same call under no_grad.",
+        "Call leanstep.model_logprobs(model, input_ids, mask, attention_mask=...) instead of "
+        "model(...).logits, log_softmax and gather: log-probs (and entropy) [B, T - 1] of the tokens that "
+        "the mask selects. Other rows never reach the head, and only one tile of logits is held. Old and "
+        "reference log-probs: the same call under no_grad.",
         "leanstep.model_logprobs(model, ids, mask)",
         leanstep="leanstep.model_logprobs",
         model_in=TRANSFORMERS,
     ),
     Advice(
         ALL_HEAD_RULES,
-        "leanstep.masked_token_logprobs(hidden, head, tokens, mask) on the hidden states in front of the "
-        "head: log-probs (and entropy) [B, T - 1] of the tokens that the mask chooses. Other rows never meet "
-        "the head, and one tile of logits is held.",
+        "Call leanstep.masked_token_logprobs(hidden, head, tokens, mask) on the head's input: log-probs (and "
+        "entropy) [B, T - 1] of the tokens that the mask selects. Other rows never reach the head, and only "
+        "one tile of logits is held.",
         "masked_token_logprobs(hidden, head, …)",
         leanstep="leanstep.masked_token_logprobs",
         model_in="",
@@ -143,8 +144,8 @@ ADVICE = (
     ),
     Advice(
         HEAD_RULES,
-        "leanstep.objectives.linear_cross_entropy(hidden, head, labels) on the hidden states in front of the "
-        "head: the same loss, rows with label -100 never meet the head, and one tile of logits is held.",
+        "Call leanstep.objectives.linear_cross_entropy(hidden, head, labels) on the head's input: it returns "
+        "the same loss, rows with label -100 never reach the head, and only one tile of logits is held.",
         "linear_cross_entropy(hidden, head, …)",
         leanstep="leanstep.objectives.linear_cross_entropy",
         code=("cross_entropy(",),
@@ -152,7 +153,7 @@ ADVICE = (
     ),
     Advice(
         ("host-sync",),
-        "The trainer looks at the loss on every step to keep NaN out of its logs: "
+        "The trainer reads the loss on every step to keep NaN out of its logs: "
         "TrainingArguments(logging_nan_inf_filter=False) leaves the value on the device.",
         "logging_nan_inf_filter=False",
         package=f"{TRANSFORMERS}trainer",
@@ -160,8 +161,8 @@ ADVICE = (
     ),
     Advice(
         ("host-sync",),
-        "generate() looks at every token whether all sequences have ended: the trainer's use_vllm=True "
-        "generates with a server.",
+        "generate() checks after every token whether all sequences have ended. The trainer's use_vllm=True "
+        "generates with a server instead.",
         "generate with a server (use_vllm)",
         package=TRANSFORMERS,
         code=("unfinished_sequences",),
@@ -169,79 +170,79 @@ ADVICE = (
     ),
     Advice(
         ("host-sync",),
-        "generate() looks at every token whether all sequences have ended. That is part of generate(); "
-        "fewer and longer calls, for more sequences at once, share the reads.",
+        "generate() checks after every token whether all sequences have ended. That is part of generate(); "
+        "fewer calls with more sequences each share the reads.",
         "part of generate(): one per token",
         package=TRANSFORMERS,
         code=("unfinished_sequences",),
     ),
     Advice(
         ("host-sync",),
-        "transformers looks whether the attention mask masks anything. Leave attention_mask out where "
+        "transformers checks whether the attention mask masks anything. Leave attention_mask out where "
         "nothing is padded; with padding the read is part of the library.",
         "no attention_mask where nothing is padded",
         package=f"{TRANSFORMERS}masking_utils",
     ),
     Advice(
         ("host-sync",),
-        "Tokens must be on the host to become text: batch_decode() copies them once per call, and nothing is "
-        "left to do but to call it for more sequences at once.",
-        "needed: text is made on the host",
+        "Tokens must be on the host to become text. batch_decode() copies them once per call, so the only "
+        "saving left is to call it for more sequences at once.",
+        "needed: text is decoded on the host",
         package=f"{TRANSFORMERS}tokenization",
         code=("batch_decode(",),
     ),
     Advice(
         ("host-sync",),
-        "Tokens are copied to the host to become text: decode all sequences with one batch_decode().",
+        "Tokens are copied to the host for decoding: decode all sequences with one batch_decode().",
         "one batch_decode() for all sequences",
         package=f"{TRANSFORMERS}tokenization",
     ),
     Advice(
         ("host-sync",),
-        "The trainer reads it, mostly to log: a larger logging_steps reads less often where its code asks "
-        "for that, and a callback can drop unused metrics.",
+        "The trainer reads it, mostly for logging. A larger logging_steps reads less often where the code "
+        "respects it, and a callback can drop unused metrics.",
         "the trainer's read: log less often",
         package=f"{TRANSFORMERS}trainer",
     ),
     Advice(
         ("host-sync",),
-        "The trainer reads it, mostly to log: a larger logging_steps reads less often where its code asks "
-        "for that.",
+        "The trainer reads it, mostly for logging. A larger logging_steps reads less often where the code "
+        "respects it.",
         "the trainer's read: log less often",
         package=TRL,
     ),
     Advice(
         ("host-sync",),
-        "The library reads it in its own code; from the calling line only fewer calls help.",
+        "The library reads it in its own code; from the calling line, only fewer calls help.",
         "the library's own read: fewer calls",
         package=TRANSFORMERS,
     ),
     Advice(
         ("host-sync",),
-        "The loop asks at every token whether all sequences have ended. Ask every k-th token: a few tokens "
-        "more are generated and cut off, and the device does not wait.",
-        "ask every k-th token",
+        "The loop checks after every token whether all sequences have ended. Check every k-th token instead: "
+        "a few extra tokens are generated and dropped, and the device does not wait.",
+        "check every k-th token",
         code=("finished.all(", "done.all(", "ended.all(", "eos).all("),
         is_rl=True,
     ),
     Advice(
         ("host-sync",),
-        "Every parameter and buffer is copied to the host one at a time. Where memory allows keep the "
+        "Every parameter and buffer is copied to the host one at a time. Where memory allows, keep the "
         "model on the device, or copy into pinned memory: tensor.to(device, non_blocking=True).",
         "keep it on the device, or pinned memory",
         code=(".cpu()", '.to("cpu")', ".to('cpu')"),
     ),
     Advice(
         ("unbatched-optimizer", "alloc-churn"),
-        "zero_grad(set_to_none=True), the default since torch 2.0, writes nothing; zeros are written one "
+        "zero_grad(set_to_none=True), the default since torch 2.0, writes nothing. Zeros are written one "
         "gradient at a time.",
         "zero_grad(set_to_none=True)",
         code=("zero_grad(",),
     ),
     Advice(
         ("unbatched-optimizer", "alloc-churn"),
-        "clip_grad_norm_(..., foreach=True) takes norms and scales in a few calls; where the norm is only "
-        "logged, take it every k-th step.",
+        "clip_grad_norm_(..., foreach=True) computes norms and scales gradients in a few calls. Where the "
+        "norm is only logged, compute it every k-th step.",
         "clip_grad_norm_(..., foreach=True)",
         code=("clip_grad_norm_(", "clip_grad_value_("),
     ),
@@ -249,7 +250,7 @@ ADVICE = (
 
 
 def fit(findings: Sequence[Finding], steps: Sequence[StepRecord]) -> None:
-    """Replace the advice of each finding by one that its user can follow, where there is one."""
+    """Replace the advice of each finding by the first entry that matches its context, if any."""
     around = surroundings(steps, findings)
     for finding in findings:
         if finding.rule == "dead-rows" and finding.count == finding.evidence["rows"]:

@@ -1,9 +1,9 @@
-"""Findings on compiled regions: which of them the compiler has removed.
+"""Decide which findings on compiled regions the compiler has removed.
 
 The rules judge the step as it runs eagerly, with values, gradients and host reads. A finding on a line of a
-compiled region is then looked up in the graphs (`recording.compiled_code`): what the backend launches for
-that line, or keeps for its backward. A read ends a graph, a product stays a product, rows of zeros stay rows
-of zeros: those survive any backend. Loops of small ops, casts and fills are counted again as kernels.
+compiled region is then looked up in the graphs (`recording.compiled_code`): the kernels that the backend
+launches for that line, or the tensors it saves for its backward. Host reads, matmuls and rows of zeros
+survive any backend. Loops of small ops, casts and fills are counted again as kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COPIES = {"clone", "copy", "copy_", "contiguous", *_CASTS, "add", "add_"}
 
 @dataclass(frozen=True)
 class _Counted:
-    """A rule whose findings are launches: which kernels of the line count, and from how many on."""
+    """A rule whose findings are launches: which kernels of the line count, and the minimum number."""
 
     limit: str
     counts: Callable[[Kernel, set[str], dict[str, float]], bool] = lambda kernel, names, limits: True
@@ -59,7 +59,7 @@ _SAVED = ("full-vocab", "retained-chunks", "attention-matrix")
 
 @dataclass
 class CompiledReport:
-    """What the compiler did to the step: shown below the findings, and a field of the JSON report."""
+    """Effect of the compiler on the step: shown below the findings, and a field of the JSON report."""
 
     graphs: list[Graph] = field(default_factory=list)
     interruptions: list[Any] = field(default_factory=list)
@@ -83,7 +83,7 @@ class CompiledReport:
         }
 
     def lines(self) -> list[str]:
-        """For the terminal."""
+        """Return the lines for the terminal."""
         if not self:
             return []
         backends = ", ".join(sorted({graph.backend for graph in self.graphs})) or "no graph"
@@ -107,7 +107,7 @@ class CompiledReport:
 def after_compiler(
     findings: Sequence[Finding], code: CompiledCode, limits: Limits
 ) -> tuple[list[Finding], CompiledReport]:
-    """The findings that are still there in the compiled step, and what became of the others."""
+    """Return the findings that remain in the compiled step, and why the others do not."""
     report = CompiledReport(code.graphs, code.interruptions())
     remaining = []
     for finding in findings:
@@ -121,7 +121,7 @@ def after_compiler(
 
 
 def note_unread(recorder: Any, steps: Sequence[StepRecord], code: CompiledCode) -> None:
-    """Say of which compiled lines no graph was read: they ran eagerly, and that is all that is known."""
+    """Mark compiled lines for which no graph was read: they ran eagerly, and nothing else is known."""
     read = {file for graph in code.graphs for file in graph.files}
     for line in {line for step in steps for line in step.compiled if line.file not in read}:
         where = f"{short_path(line.file)}:{line.number}"
@@ -129,7 +129,7 @@ def note_unread(recorder: Any, steps: Sequence[StepRecord], code: CompiledCode) 
 
 
 def _removed(finding: Finding, code: CompiledCode, limits: dict[str, float], taken: set[Place]) -> str | None:
-    """Why a finding is no longer there, or None: it survives, or nothing is known about its line."""
+    """Return why a finding has disappeared; None if it survives or nothing is known about its line."""
     place = place_of_line(finding.line)
     graphs = [graph for graph in code.graphs if graph.level != "calls"]
     if not graphs or not _is_in(place, graphs):
@@ -145,9 +145,9 @@ def _removed(finding: Finding, code: CompiledCode, limits: dict[str, float], tak
 
 
 def _launches(finding: Finding, graph: Graph, limits: dict[str, float]) -> int:
-    """Kernels of a graph that do on the finding's line what its rule is about."""
+    """Return the kernels of a graph that do what the rule is about on the finding's line."""
     counts, place = _LAUNCHES[finding.rule].counts, place_of_line(finding.line)
-    # A fill counts that is as large as those of the finding, not a small one of another op on the line.
+    # Count only fills as large as those of the finding, not a small one of another op on the line.
     fill_bytes = finding.evidence["bytes"] / finding.count if finding.rule == "zero-fill" else 0.0
     return sum(
         1
@@ -162,19 +162,19 @@ def _too_few_launches(finding: Finding, launches: float, limits: dict[str, float
     rule = _LAUNCHES[finding.rule]
     if launches >= (limits[rule.limit] if rule.limit else rule.at_least):
         return None
-    left = f"{launches:.0f} of {finding.count} left" if launches else "nothing left of it"
+    left = f"{launches:.0f} of {finding.count} remain" if launches else "nothing remains"
     return f"{left} ({unit})"
 
 
 def _too_few_bytes(
     finding: Finding, graphs: Sequence[Graph], limits: dict[str, float], taken: set[Place]
 ) -> str | None:
-    """A line survives with what made it a finding; the threshold is that of all lines together."""
+    """Return why a saved-tensor finding is gone, or None; the threshold applies to all lines together."""
     place = place_of_line(finding.line)
     saved = [tensor for graph in graphs for tensor in graph.saved]
     on_line = sum(tensor.bytes for tensor in saved if tensor.place == place)
-    # A compiler may save the product instead of what was computed from it: as wide, on a line that is no
-    # finding itself. Shapes read "[1024, 8192] float32".
+    # A compiler may save the product instead of a tensor computed from it: equally wide, on a line that is
+    # not a finding itself. Shapes have the form "[1024, 8192] float32".
     shapes = finding.evidence.get("shapes", ())
     widths = {text.partition("]")[0].rpartition(" ")[2].strip("[") for text in shapes}
     elsewhere = sum(
@@ -183,11 +183,11 @@ def _too_few_bytes(
         if tensor.place not in taken and tensor.shape and str(tensor.shape[-1]) in widths
     )
     need = min(limits["bytes"], finding.evidence.get("bytes", limits["bytes"]))
-    return None if max(on_line, elsewhere) >= need else f"{size(on_line)} kept for the backward"
+    return None if max(on_line, elsewhere) >= need else f"{size(on_line)} saved for the backward"
 
 
 def _is_in(place: Place, graphs: Sequence[Graph]) -> bool:
-    """Whether a graph holds code of the finding's file: a line of which nothing is left has no node."""
+    """Return whether a graph contains code of the finding's file: a removed line has no node."""
     files = {p[0] for graph in graphs for kernel in graph.kernels for _, p in kernel.ops}
     return place[0] in files
 

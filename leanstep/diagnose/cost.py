@@ -1,6 +1,7 @@
-"""What a finding costs: this machine's rates, measured once per process, and the price of a finding.
+"""Measure this machine's rates, once per process, and estimate what each finding costs.
 
-A price says what a line spends, not what a replacement would spend: `leanstep bench` measures that.
+A cost is the time that a line takes now, not the time that a replacement would take: `leanstep bench`
+measures that.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from leanstep.diagnose.recording.ops import HALF
 from leanstep.diagnose.step_clock import own_seconds
 from leanstep.diagnose.step_records import Finding, MatmulKey, StepRecord, Work
 
-# A read on a GPU waits for the queue: the latency of a synchronisation plus the gap until work arrives again.
+# A read on a GPU drains the queue: the latency of a synchronisation plus the gap until new work arrives.
 SYNC_SECONDS = (10e-6, 50e-6)
-# The step on a GPU that reads are weighed against, from what was counted: a launch per op, products at a
-# tenth of a recent card's peak and the bytes at half of its bandwidth.
+# The assumed step on a GPU to which reads are compared: one launch per op, matmuls at a tenth of a recent
+# card's peak and memory traffic at half of its bandwidth.
 GPU_OP_SECONDS, GPU_FLOPS_PER_S, GPU_BYTES_PER_S = 5e-6, 100e12, 1.5e12
 # Below this share of the step a finding is folded into "smaller ones".
 SMALL_SHARE = 0.005
 
 
-# What torch's AdamW dispatches per parameter without foreach or fused.
+# Ops that torch's AdamW dispatches per parameter without foreach or fused.
 ADAMW_OPS = 9
 
 
@@ -34,7 +35,7 @@ ADAMW_OPS = 9
 class Calibration:
     """Rates of this machine: seconds per tiny op, bytes/s (contiguous and strided), FLOP/s.
 
-    `loop_op_s`: seconds per op of an optimizer that walks over its parameters, Python around it included.
+    `loop_op_s`: seconds per op of an optimizer that loops over its parameters, including Python overhead.
     """
 
     op_s: float
@@ -44,7 +45,7 @@ class Calibration:
     flops_per_s: float
 
 
-# An otherwise idle core. An op of a step includes its Python and autograd overhead.
+# Measured on an otherwise idle core. The cost of an op includes its Python and autograd overhead.
 PLAIN_CORE, PLAIN_STEP_OP_S = Calibration(2e-6, 3e-6, 10e9, 2e9, 50e9), 30e-6
 
 
@@ -60,7 +61,7 @@ def _median_seconds(function: Callable[[], object], repeats: int, rounds: int = 
 
 @cache
 def calibrate() -> Calibration:
-    """Measure the rates (well under half a second) with no modes on, on the device's host."""
+    """Measure the rates on the host (well under half a second), with no torch modes active."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         tiny, wide, square = torch.zeros(16), torch.zeros(1024, 1024), torch.zeros(384, 384)
         target = torch.zeros(1024, 1024)
@@ -74,7 +75,7 @@ def calibrate() -> Calibration:
 
 
 def _seconds_per_loop_op() -> float:
-    """AdamW over tiny parameters one by one against one fused call, per op."""
+    """Return the seconds per op of AdamW over tiny parameters one by one, compared with one fused call."""
     seconds = []
     for fused in (False, True):
         weights = [torch.zeros(8, requires_grad=True) for _ in range(16)]
@@ -88,16 +89,16 @@ def _seconds_per_loop_op() -> float:
 
 @cache
 def warm_up_torch() -> None:
-    """Take one step of an optimizer: torch imports its compiler then, which is no part of the user's step."""
+    """Run one optimizer step, so that torch imports its compiler before the user's step is timed."""
     weight = torch.zeros(1, requires_grad=True)
     weight.sum().backward()
     torch.optim.SGD([weight], lr=0.0).step()
 
 
 def measure_half_rates(steps: Sequence[StepRecord], budget_s: float = 0.5) -> None:
-    """Time the two largest half-precision matmuls of the step against float32; fills `half_rates`.
+    """Time the two largest half-precision matmuls of the step against float32 and fill `half_rates`.
 
-    Run it with no modes on. The better of the shapes counts: a dtype is called slow only if all of them are.
+    Run it with no torch modes active. The faster shape counts: a dtype is slow only if all shapes are slow.
     """
     seen: dict[torch.dtype, dict[tuple[int, int, int, int, bool], int]] = {}
     for step in steps[:1]:
@@ -122,9 +123,9 @@ def _flops(key: MatmulKey) -> int:
 
 
 def _rates(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> tuple[float, float]:
-    """GFLOP/s of one shape in `dtype` and in float32, the best of several runs each, interleaved."""
+    """Return GFLOP/s of one shape in `dtype` and in float32, each the best of several interleaved runs."""
     batch, rows, inner, columns, column_major = shape
-    # A slice of the rows is enough for a rate, and bounds the time of a slow dtype.
+    # A slice of the rows is enough to measure a rate, and limits the time that a slow dtype takes.
     rows = max(1, min(rows, int(2e8 // max(2 * batch * inner * columns, 1)) or 1))
     pairs = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -158,9 +159,9 @@ def price(
     calibration: Calibration,
     iteration_seconds: float | None = None,
 ) -> list[Finding]:
-    """Fill in what each finding costs per step, and rank: the most expensive first, compiled regions last.
+    """Fill in the cost of each finding per step and sort: most expensive first, compiled regions last.
 
-    iteration_seconds: what findings are weighed against that come once per rollout; None: the step.
+    iteration_seconds: the time to which findings that occur once per rollout are compared; None: the step's.
     """
     on_gpu = gpu_step_seconds(steps)
     for finding in findings:
@@ -173,7 +174,7 @@ def price(
             low, high = SYNC_SECONDS
             finding.seconds_range = (work.reads * low, work.reads * high)
             seconds, finding.basis = work.reads * (low + high) / 2, "assumed"
-            # A read waits on a GPU only: it is no part of the time of this machine's step.
+            # A read waits only on a GPU: it is not part of the step time on this machine.
             finding.seconds, finding.share = None, seconds / (seconds + on_gpu)
             continue
         finding.seconds = seconds
@@ -193,7 +194,7 @@ def price(
 
 
 def _memory_share(work: Work, steps: Sequence[StepRecord]) -> float:
-    """Of the most that was saved for a backward at once."""
+    """Return the share of the largest amount saved for the backward at once."""
     peak_saved = max((max(step.peak_saved_bytes, step.peak_wide_bytes) for step in steps), default=0)
     return work.held_bytes / peak_saved if peak_saved else 0.0
 
@@ -209,7 +210,7 @@ def _seconds(work: Work, calibration: Calibration) -> float:
 
 
 def worth_a_line(findings: Sequence[Finding], steps: Sequence[StepRecord]) -> list[Finding]:
-    """Without the small ones by the rates of a plain core: how busy this one is makes no difference."""
+    """Drop small findings, judged by the rates of a typical core so that machine load makes no difference."""
     core, whole = PLAIN_CORE, 0.0
     if steps:
         whole = statistics.median(
@@ -229,7 +230,7 @@ def worth_a_line(findings: Sequence[Finding], steps: Sequence[StepRecord]) -> li
 
 
 def gpu_step_seconds(steps: Sequence[StepRecord]) -> float:
-    """About how long the recorded work takes on a GPU, the median over the steps: assumed, not predicted."""
+    """Return the assumed (not predicted) time of the recorded work on a GPU, the median over the steps."""
     return (
         statistics.median(
             max(
@@ -244,9 +245,9 @@ def gpu_step_seconds(steps: Sequence[StepRecord]) -> float:
 
 
 def is_small(finding: Finding) -> bool:
-    """Folded away in the terminal. A share that is not known is shown.
+    """Return whether the terminal folds the finding away. A finding whose share is unknown is shown.
 
-    Reads in a loop are never small where what they wait for on a GPU is assumed.
+    Reads in a loop are never small where their wait on a GPU is assumed.
     """
     assumed = finding.in_loop and finding.basis == "assumed"
     return finding.share is not None and finding.share < SMALL_SHARE and not assumed

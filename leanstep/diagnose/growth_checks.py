@@ -1,7 +1,8 @@
-"""Checks behind the rules on growth: what late steps have more of than early ones.
+"""Checks for the growth rules: work or memory that increases from early to late steps.
 
-Counted, not timed, wherever possible: buffers and graphs that outlive their step, ops, FLOPs and bytes of a
-step. Only Python work shows in no count; for it the main thread's CPU time must at least double.
+The checks count instead of timing wherever possible: buffers and graphs that outlive their step, and ops,
+FLOPs and bytes per step. Python work appears in no count; for it the main thread's CPU time must at least
+double.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from leanstep.diagnose.step_records import FORWARD, Hit, LineWork, StepRecord, Tally, Work, by_line
 from leanstep.script.lines import UNKNOWN_LINE, Line
 
-# Of the last steps anything may be alive: a variable holds its value until it is bound again.
+# Anything of the last steps may still be alive: a variable holds its value until it is reassigned.
 LAST_STEPS = 2
-# Standard deviations of the Mann-Kendall statistic from which on values rise: once in 2,000 by chance.
+# Values rise from this many standard deviations of the Mann-Kendall statistic: once in 2,000 by chance.
 TREND = 3.3
 MAX_VALUES = 256
 # For each half of the steps.
@@ -24,8 +25,8 @@ HALF_TREND = 2.0
 
 
 def rises(values: Sequence[float], deviations: float = TREND) -> bool:
-    """Mann-Kendall: whether later values are larger than earlier ones more often than by chance."""
-    # Every pair is looked at: of a long recording every k-th value is enough.
+    """Return whether later values exceed earlier ones more often than by chance (Mann-Kendall test)."""
+    # The test compares all pairs: for a long recording every k-th value is enough.
     values = values[:: max(1, len(values) // MAX_VALUES)]
     count = len(values)
     pairs = sum(
@@ -36,7 +37,7 @@ def rises(values: Sequence[float], deviations: float = TREND) -> bool:
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float, float]:
-    """The medians of the first, the middle and the last third."""
+    """Return the medians of the first, the middle and the last third."""
     third = len(values) // 3
     parts = values[:third], values[third : len(values) - third], values[len(values) - third :]
     first, middle, last = (statistics.median(part) for part in parts)
@@ -44,7 +45,7 @@ def thirds(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def growing_memory(steps: Sequence[StepRecord], limits: Mapping[str, float]) -> list[Hit]:
-    """Lines whose buffers, or whose graphs, outlive nearly every step."""
+    """Return the lines whose buffers or graphs outlive nearly every step."""
     if len(steps) < limits["steps"]:
         return []
     settled = steps[:-LAST_STEPS]
@@ -66,7 +67,7 @@ def growing_memory(steps: Sequence[StepRecord], limits: Mapping[str, float]) -> 
 
 
 def _steps_by_line(steps: Sequence[StepRecord], table: str) -> dict[Line, list[tuple[Tally, Counter[Line]]]]:
-    """What is left of the steps, by line: an entry for each step that left something."""
+    """Return what outlives the steps, by line: one entry per step that left something alive."""
     lines: dict[Line, list[tuple[Tally, Counter[Line]]]] = defaultdict(list)
     for step in steps:
         for line, entry in by_line(getattr(step, table), Tally).items():
@@ -75,7 +76,9 @@ def _steps_by_line(steps: Sequence[StepRecord], table: str) -> dict[Line, list[t
 
 
 def growing_step(steps: Sequence[StepRecord], limits: Mapping[str, float]) -> list[Hit]:
-    """Later steps do more: ops, FLOPs or bytes, or CPU time at the same ops. One line stands for all.
+    """Return a finding if later steps do more: ops, FLOPs or bytes, or CPU time with the same ops.
+
+    One line represents all.
 
     A step with a rollout is compared with others that have one.
     """
@@ -120,7 +123,7 @@ def _more_work(steps: Sequence[StepRecord], limits: Mapping[str, float]) -> Hit 
 
 
 def _most_grown(steps: Sequence[StepRecord]) -> tuple[Line, Counter[Line]]:
-    """The line whose work grew most from the first steps to the last, of those that kept their lines."""
+    """Return the line whose work grew most from the first to the last of the steps that recorded lines."""
     known = [step.line_work for step in steps if step.line_work]
     few = max(1, len(known) // 3)
     gains: dict[Line, float] = defaultdict(float)
@@ -137,12 +140,12 @@ def _most_grown(steps: Sequence[StepRecord]) -> tuple[Line, Counter[Line]]:
 
 
 def _plain_seconds(work: LineWork) -> float:
-    """About what it takes on a plain core: only used to weigh lines against each other."""
+    """Return the rough time on a typical core, used only to compare lines."""
     return 1e-5 * work.ops + work.written_bytes / 5e9 + work.flops / 5e10
 
 
 def _more_time(steps: Sequence[StepRecord], limits: Mapping[str, float]) -> Hit | None:
-    """CPU time that rises in both halves and doubles: load that sets in once raises it in one of them."""
+    """Return a hit if CPU time rises in both halves and doubles; a change in load affects only one half."""
     timed = [step for step in steps if step.cpu_seconds is not None and step.update_site is not None]
     if len(timed) < limits["steps"]:
         return None

@@ -1,6 +1,6 @@
-"""Checks behind the rules on habits: what a line does out of custom, though torch has a better way.
+"""Checks for the rules on habits: common code for which torch has a better way.
 
-Attention by hand, GELU by hand, float64 that came in with the data, copies of weights, graphs that are kept.
+Hand-written attention and GELU, float64 from the data, copies of weights, retained graphs.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from leanstep.script.lines import UNKNOWN_LINE, Line
 
 
 def attention_matrix(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """A softmax over a product of queries and keys: T x T numbers per head are written and kept."""
+    """Find a softmax over a product of queries and keys: T x T numbers per head are written and saved."""
     hits = []
     for line, (total, callers) in by_line(step.attention, Tally).items():
-        # torch's own attention falls back to this on a CPU (dropout, a mask with a gradient), not on a GPU.
+        # torch's own attention falls back to this on a CPU (dropout, a mask with a gradient), but not on a
+        # GPU.
         if total.bytes < limits["bytes"] or "scaled_dot_product_attention" in line.statement:
             continue
         evidence = {"shapes": dict(total.detail.most_common(3)), "bytes": total.bytes}
-        # Scores and softmax, and their gradients: each is written and read once at least.
+        # Scores and softmax, and their gradients: each is written and read at least once.
         work = Work(moved_bytes=8 * total.bytes, held_bytes=total.bytes)
         hits.append(Hit(line, total.count, callers, FORWARD, evidence, work))
     return hits
 
 
 def float64(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Large tensors are computed in float64 though the parameters are narrower."""
+    """Find large tensors computed in float64 although the parameters are narrower."""
     hits = []
     for line, (total, callers) in by_line(step.doubles, Tally).items():
         if line is UNKNOWN_LINE or total.bytes < limits["bytes"]:
             continue
         evidence = {"ops": dict(total.detail.most_common(3)), "bytes": total.bytes}
-        # Half of what is read and written would do.
+        # float32 would read and write half as much.
         work = Work(moved_bytes=total.bytes)
         hits.append(Hit(line, total.count, callers, FORWARD, evidence, work, "medium"))
     return hits
 
 
 def weight_clone(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Parameters are copied in the step."""
+    """Find parameters that the step copies."""
     hits = []
     for line, (total, callers) in by_line(step.clones, Tally).items():
         if total.bytes >= limits["bytes"]:
@@ -51,19 +52,19 @@ def weight_clone(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def indexed_weight(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Rows of a parameter are taken by weight[ids], whose backward is an index_put with sorting."""
+    """Find rows of a parameter read with weight[ids], whose backward is an index_put that sorts."""
     hits = []
     for line, (total, callers) in by_line(step.indexed, Tally).items():
         if total.bytes >= limits["bytes"]:
             evidence = {"shapes": dict(total.detail.most_common(3)), "bytes": total.bytes}
-            # The backward reads the gradient and adds it row by row: written about twice as often as needed.
+            # The backward reads the gradient and adds it row by row: about twice the necessary writes.
             work = Work(moved_bytes=2 * total.bytes)
             hits.append(Hit(line, total.count, callers, FORWARD, evidence, work))
     return hits
 
 
 def retain_graph(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """backward(retain_graph=True): saved tensors stay, and what they lead to is walked again."""
+    """Find backward(retain_graph=True): saved tensors stay alive, and their graph is traversed again."""
     hits = []
     retained = sum(total.count for total in step.retained.values())
     for line, (total, callers) in by_line(step.retained, Tally).items():
@@ -77,7 +78,7 @@ def retain_graph(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def gelu_by_hand(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """An activation with tanh or erf, written out of five or more elementwise ops."""
+    """Find an activation with tanh or erf that consists of five or more elementwise ops."""
     lines: dict[Line, list[tuple[OpKey, OpRecord]]] = defaultdict(list)
     for key, record in step.ops.items():
         if key.direct and key.phase == FORWARD and key.site.line is not UNKNOWN_LINE:
@@ -107,7 +108,7 @@ def gelu_by_hand(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
         if ops < limits["ops"] * calls or moved < limits["bytes"]:
             continue
         evidence = {"ops": dict(counts.most_common(6)), "calls": calls, "bytes": moved}
-        # One op reads and writes what one of them does; the backward of each op writes as much again.
+        # One fused op reads and writes as much as one of these; the backward of each op writes as much again.
         work = Work(moved_bytes=2 * moved * (1 - calls / ops))
         hits.append(Hit(line, ops, callers, FORWARD, evidence, work))
     return hits

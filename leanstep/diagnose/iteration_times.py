@@ -1,7 +1,7 @@
-"""How long the phases of an iteration take, and the ops, FLOPs and bytes behind them.
+"""Times of the phases of an iteration, and the ops, FLOPs and bytes in each.
 
-The time comes from an iteration that runs unrecorded, the amounts from the recorded steps. Both are cut at
-the marks of `leanstep.script.phases`.
+The times come from an unrecorded iteration, the amounts from the recorded steps. Both are split at the marks
+of `leanstep.script.phases`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from leanstep.script.marks import NO_GRAD, PHASES, ROLLOUT, SCORING, UPDATE, Mar
 
 
 class Position(NamedTuple):
-    """Where a phase begins: the time, and what had been recorded by then.
+    """The start of a phase: the time, and the amounts recorded until then.
 
-    waited: how long the main thread had waited for a core, which `time` leaves out.
+    waited: how long the main thread has waited for a core, which `time` excludes.
     """
 
     time: float
@@ -27,7 +27,10 @@ class Position(NamedTuple):
 
 @dataclass
 class PhaseTotal:
-    """One phase of an iteration. `seconds`: in the timed one, None where none was; the rest as recorded."""
+    """One phase of an iteration.
+
+    `seconds`: in the timed iteration, None if there is none. The rest is recorded.
+    """
 
     phase: str
     seconds: float | None = None
@@ -38,7 +41,7 @@ class PhaseTotal:
 
 @dataclass
 class Stretch:
-    """From the end of one step to the end of another: `steps` updates."""
+    """The span from the end of one step to the end of another: `steps` updates."""
 
     start: Position
     end: Position
@@ -54,10 +57,10 @@ class RecordedStep(NamedTuple):
 
 
 class IterationClock:
-    """Times one iteration of a script that makes rollouts: from the end of a step, a rollout, its updates.
+    """Times one iteration of a script with rollouts: a rollout and its updates, from the end of a step.
 
-    What ended an earlier iteration is not part of it: the stretch begins anew with the first rollout. It is
-    whole when the next rollout begins.
+    The end of an earlier iteration is not part of it: the span restarts with the first rollout. It is
+    complete when the next rollout begins.
     """
 
     def __init__(self) -> None:
@@ -65,11 +68,11 @@ class IterationClock:
         self.has_rollout = self.running = False
 
     def start(self, now: Position) -> None:
-        """A step has just ended."""
+        """Record the end of a step."""
         self.stretch, self.running, self.has_rollout = Stretch(now, now), True, False
 
     def rollout_begins(self) -> bool:
-        """Returns whether the iteration before it is whole."""
+        """Record a mark and return whether the previous iteration is complete."""
         if not self.running or self.stretch is None:
             return False
         if self.has_rollout and self.stretch.steps:
@@ -87,7 +90,7 @@ class IterationClock:
 
     @property
     def iteration(self) -> Stretch | None:
-        """A rollout and at least one step; the script may end before the iteration does."""
+        """A rollout and at least one step, else None; the script may end before the iteration does."""
         return self.stretch if self.stretch is not None and self.stretch.steps and self.has_rollout else None
 
 
@@ -97,10 +100,10 @@ def totals(
     recorded: Sequence[RecordedStep],
     rollouts: bool,
 ) -> list[PhaseTotal]:
-    """The phases of an iteration, those that took nothing left out; empty if a script only makes updates.
+    """Return the phases of an iteration without empty ones; nothing if the script has no rollouts.
 
-    timed: the stretch whose seconds count; its updates are those of an iteration.
-    rollouts: whether the script ever makes one. Where it makes none, an iteration is a step.
+    timed: the span whose seconds count; its updates are those of one iteration.
+    rollouts: whether the script has any. Without rollouts, an iteration is one step.
     """
     by_phase = {phase: PhaseTotal(phase) for phase in PHASES}
     if timed is not None:
@@ -112,7 +115,7 @@ def totals(
             entry.ops += last.recorded.ops - first.recorded.ops
             entry.flops += last.recorded.flops - first.recorded.flops
             entry.written_bytes += last.recorded.written_bytes - first.recorded.written_bytes
-    # A recording may end between the updates of an iteration: an iteration has fewer of them, or more.
+    # A recording may end between the updates of an iteration, so the number of updates may differ.
     iterations = sum(step.has_rollout for step in recorded) if rollouts else len(recorded)
     updates = timed.steps if timed is not None else len(recorded) / max(1, iterations)
     for phase, entry in by_phase.items():

@@ -1,4 +1,4 @@
-"""Model FLOPs of recorded steps, from the products they made; `leanstep.flops` states the convention.
+"""Model FLOPs of recorded steps, from their matmuls; `leanstep.flops` states the convention.
 
 flops = step_flops(watch.steps)
 share = utilisation(flops, seconds, peak)
@@ -14,7 +14,7 @@ from leanstep.flops import StepFlops, operand_type
 
 
 def step_flops(steps: Sequence[StepRecord]) -> StepFlops:
-    """The products of the recorded step whose model FLOPs are the median of all."""
+    """Return the matmuls of the recorded step whose model FLOPs are the median."""
     if not steps:
         raise ValueError("steps: expected at least one recorded step, got none")
     counted = sorted((_of(step) for step in steps), key=lambda flops: flops.model)

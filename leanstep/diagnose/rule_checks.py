@@ -1,7 +1,7 @@
-"""The checks behind the rules: one pure function each, from the record of a step to hits.
+"""The checks behind the rules: one pure function per rule, from a step's record to hits.
 
-First the host: reads, storms of tiny ops, per-parameter optimizer loops, slow dtypes, allocations that are
-dropped again, unused gradients. Then tensors: dead head rows, zero-filled gradients, layouts, casts,
+Host checks come first: reads, storms of tiny ops, per-parameter optimizer loops, slow dtypes, repeated
+allocations, unused gradients. Tensor checks follow: dead head rows, zero-filled gradients, layouts, casts,
 vocabulary-wide buffers.
 """
 
@@ -32,7 +32,7 @@ MIB = 1024 * 1024
 
 
 def host_sync(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """The host reads a device value."""
+    """Find lines where the host reads a device value."""
     hits = []
     for line, (total, callers) in by_line(step.reads, Tally).items():
         if total.count < limits["reads"]:
@@ -49,7 +49,7 @@ def host_sync(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 def _ops_by_line(step: StepRecord, keep_optimizer: bool) -> dict[Line, list[tuple[OpKey, OpRecord]]]:
     lines: dict[Line, list[tuple[OpKey, OpRecord]]] = defaultdict(list)
     for key, record in step.ops.items():
-        # On a CPU NorMuon takes one matrix after the other, each on one core: no loop of the user's.
+        # On a CPU NorMuon processes one matrix at a time, each on one core: not a loop of the user's.
         if keep_optimizer and key.site.in_leanstep:
             continue
         if (key.phase == OPTIMIZER) == keep_optimizer and key.site.line is not UNKNOWN_LINE:
@@ -58,7 +58,7 @@ def _ops_by_line(step: StepRecord, keep_optimizer: bool) -> dict[Line, list[tupl
 
 
 def op_storm(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """A line repeats a tiny op many times, in forward and backward together."""
+    """Find lines that repeat a tiny op many times, in forward and backward together."""
     hits = []
     for line, entries in _ops_by_line(step, keep_optimizer=False).items():
         repeats: Counter[str] = Counter()
@@ -78,7 +78,7 @@ def op_storm(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
         most = max(repeats.values(), default=0)
         if most < limits["repeats"] or direct + attributed < limits["ops"]:
             continue
-        # A loop over layers reads new parameters as it goes; each accumulated batch walks it again.
+        # A loop over layers reads new parameters in each iteration; each accumulated batch repeats it.
         if parameters >= most / max(step.backward_runs, 1) / 2:
             continue
         evidence = {
@@ -93,7 +93,7 @@ def op_storm(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def unbatched_optimizer(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """An optimizer walks over its parameters instead of updating them together."""
+    """Find optimizers that loop over their parameters instead of updating them together."""
     lines = _ops_by_line(step, keep_optimizer=True)
     if sum(record.count for entries in lines.values() for _, record in entries) < limits["ops"]:
         return []
@@ -128,7 +128,7 @@ def unbatched_optimizer(step: StepRecord, limits: Mapping[str, float]) -> list[H
             "groups": groups,
             "written_bytes": sum(record.written_bytes for _, record in entries),
         }
-        # One pass would read and write what two of the kinds of ops do.
+        # One pass would read and write as much as two of the kinds of ops do.
         passes = [(key.op, record.total_bytes) for key, record in entries if not record.flops]
         kinds = len({op for op, _ in passes})
         moved = sum(num_bytes for _, num_bytes in passes) * max(0.0, 1 - 2 / max(kinds, 1))
@@ -138,7 +138,7 @@ def unbatched_optimizer(step: StepRecord, limits: Mapping[str, float]) -> list[H
 
 
 def slow_dtype(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Half-precision matmuls on a CPU that has no fast instructions for them."""
+    """Find half-precision matmuls on a CPU that has no fast instructions for them."""
     by_dtype: dict[tuple[Line, torch.dtype], list[tuple[MatmulKey, int]]] = defaultdict(list)
     for key, count in step.matmuls.items():
         if key.dtype in HALF and key.site.line is not UNKNOWN_LINE:
@@ -167,7 +167,7 @@ def slow_dtype(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def alloc_churn(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Under no_grad a line makes large buffers again and again and drops them."""
+    """Find lines that repeatedly allocate and free large buffers under no_grad."""
     hits = []
     for line, (total, callers) in by_line(step.churn, Tally).items():
         if total.count >= limits["buffers"]:
@@ -179,7 +179,7 @@ def alloc_churn(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def unused_grad(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Leaves get gradients that no optimizer uses."""
+    """Find leaves whose gradients no optimizer uses."""
     hits = []
     all_bytes = sum(total.bytes for total in step.unused_grads.values())
     for line, (total, callers) in by_line(step.unused_grads, Tally).items():
@@ -188,8 +188,8 @@ def unused_grad(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
                 record.flops for key, record in step.ops.items() if key.site.line == line and not key.direct
             )
             evidence = {"leaves": total.count, "gradient_bytes": total.bytes}
-            # Of the two matmuls in a backward one is the weight's gradient. Where no trained parameter leads
-            # to the line (a teacher without no_grad), its whole backward is idle: see `idle_flops`.
+            # One of the two matmuls in a backward computes the weight's gradient. If the line depends on no
+            # trained parameter (a teacher without no_grad), its whole backward is unused: see `idle_flops`.
             part = total.bytes / max(all_bytes, 1)
             work = Work(
                 flops=max(flops / 2, step.idle_flops * part), moved_bytes=step.idle_bytes * part,
@@ -200,7 +200,7 @@ def unused_grad(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def dead_rows(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Rows of the head's output gradient are exactly zero: computed, stored and thrown away."""
+    """Find rows of the head whose output gradient is exactly zero: computed, stored and unused."""
     hits = []
     heads = {site: head for site, head in step.heads.items() if head.width == step.head_width}
     for line, (total, _) in by_line(heads, HeadRecord).items():
@@ -211,7 +211,7 @@ def dead_rows(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
         callers = Counter({site.caller: head.dead for site, head in mine if site.caller is not None})
         per_row = first.element_bytes + _saved_bytes_per_element(step)
         evidence = {"rows": total.rows, "dead": total.dead, "width": first.width, "inner": first.inner}
-        # Tiles are multiplied once more in the backward, and dropped again.
+        # The backward recomputes the tiles and frees them again.
         products, held = (8, 0.0) if total.in_tiles else (6, total.dead * first.width * per_row)
         work = Work(flops=products * total.dead * first.inner * first.width, held_bytes=held)
         hits.append(Hit(line, total.dead, callers, "forward", evidence, work))
@@ -219,14 +219,14 @@ def dead_rows(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def _saved_bytes_per_element(step: StepRecord) -> float:
-    """Bytes saved per logit: all [N, V] tensors of the step over the rows of the head."""
+    """Return the bytes saved per logit: all [N, V] tensors of the step divided by the rows of the head."""
     rows = sum(head.rows for head in step.heads.values() if head.width == step.head_width)
     saved = sum(record.bytes for (_, width), record in step.saved.items() if width == step.head_width)
     return saved / max(rows * step.head_width, 1)
 
 
 def zero_fill(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Backward ops write a whole buffer of zeros for a small gradient."""
+    """Find backward ops that write a whole buffer of zeros for a small gradient."""
     hits = []
     for line, (total, callers) in by_line(step.zero_fills, Tally).items():
         if line is UNKNOWN_LINE or total.count < limits["ops"] or total.bytes < limits["bytes"]:
@@ -237,14 +237,14 @@ def zero_fill(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
             if key.site.line == line and not key.direct and key.op in ("add", "add_")
         )
         evidence = {"ops": dict(total.detail), "bytes": total.bytes, "merging_adds": merges}
-        # Written once by the fill, read and written again by the add that merges it.
+        # Written once by the fill, then read and written again by the add that accumulates it.
         work = Work(moved_bytes=total.bytes * (3 if merges else 1))
         hits.append(Hit(line, total.count, callers, "backward", evidence, work))
     return hits
 
 
 def transposed_copy(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Copies or adds across memory layouts."""
+    """Find copies or adds across memory layouts."""
     copies = dict(by_line(step.state_copies, Tally))
     for line, (total, callers) in by_line(step.other_copies, Tally).items():
         if total.bytes >= limits["bytes"] and total.bytes >= limits["share"] * step.written_bytes:
@@ -279,17 +279,17 @@ def _casts(table: Mapping, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def duplicate_cast(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """The same version of a tensor is cast to the same dtype again."""
+    """Find repeated casts of the same version of a tensor to the same dtype."""
     return _casts(step.duplicate_casts, limits)
 
 
 def dtype_round_trip(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """A widened tensor is cast straight back."""
+    """Find widened tensors that are cast straight back."""
     return _casts(step.round_trips, limits)
 
 
 def _wide(step: StepRecord) -> dict[Line, tuple[SavedRecord, Counter[Line]]]:
-    """What each line saved of the head's width."""
+    """Return the tensors of the head's width that each line saved."""
     if not step.head_width:
         return {}
     sites = {site: record for (site, width), record in step.saved.items() if width == step.head_width}
@@ -297,7 +297,7 @@ def _wide(step: StepRecord) -> dict[Line, tuple[SavedRecord, Counter[Line]]]:
 
 
 def retained_chunks(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """A loop over chunks of the vocabulary-wide tensor, every chunk kept for the backward."""
+    """Find loops over chunks of the vocabulary-wide tensor that save every chunk for the backward."""
     hits = []
     for line, (total, callers) in _wide(step).items():
         if (
@@ -316,13 +316,13 @@ def retained_chunks(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def full_vocab(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Vocabulary-wide tensors are saved for the backward."""
+    """Find vocabulary-wide tensors that are saved for the backward."""
     rows = limits["rows"]
     wide = {line: entry for line, entry in _wide(step).items() if entry[0].held_rows >= rows * entry[0].held}
     saved_bytes = sum(total.held_bytes for total, _ in wide.values())
     if saved_bytes < limits["bytes"]:
         return []
-    # Logits and gradients that live beside the saved tensors go away with them.
+    # Logits and gradients that coexist with the saved tensors disappear with them.
     peak = max(step.peak_wide_bytes, saved_bytes)
     # A line that `retained-chunks` names is not named twice: see `rules.judge`.
     hits = []
@@ -339,27 +339,27 @@ def full_vocab(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def no_grad_vocab(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Vocabulary-wide tensors are written without gradients: old and reference log-probs, an entropy."""
+    """Find vocabulary-wide tensors written without gradients: old and reference log-probs, an entropy."""
     sites = {site: total for (site, width), total in step.unsaved.items() if width == step.head_width}
     by_lines = by_line(sites, Tally)
-    # What one line writes the next one reads: together they are one tensor's way through the program.
+    # Each line reads what the previous one wrote: together they process one tensor.
     if sum(total.bytes for total, _ in by_lines.values()) < limits["bytes"]:
         return []
     hits = []
     for line, (total, callers) in by_lines.items():
         evidence = {"shapes": dict(total.detail.most_common(3)), "bytes": total.bytes}
-        # Each is dropped before the next one is made.
+        # Each is freed before the next one is allocated.
         work = Work(moved_bytes=2 * total.bytes, held_bytes=total.bytes / total.count)
         hits.append(Hit(line, total.count, callers, "forward", evidence, work))
     return hits
 
 
 def no_kv_cache(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Generation computes all earlier positions again for each token."""
+    """Find generation that recomputes all earlier positions for each token."""
     hits = []
     for line, (total, callers) in by_line(step.again, Tally).items():
         if total.count >= limits["calls"]:
-            # All but the last position of each call were computed before.
+            # All but the last position of each call were already computed.
             again = total.bytes - total.count
             evidence = {"calls": total.count, "positions": total.bytes, "computed_again": again}
             hits.append(Hit(line, total.count, callers, "forward", evidence))
@@ -367,7 +367,7 @@ def no_kv_cache(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def no_context(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """Generation gives the model one token and an empty cache."""
+    """Find generation that calls the model with one token and an empty cache."""
     lines = by_line(step.no_context, Tally).items()
     return [
         Hit(line, total.count, callers, "forward", {"calls": total.count})
@@ -377,7 +377,7 @@ def no_context(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def launch_bound(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """The device runs dry because the host launches small kernels one by one."""
+    """Find phases where the device is idle because the host launches small kernels one by one."""
     return [
         hit
         for hit in _idle(step, step.slow_launches, "launches")
@@ -386,7 +386,7 @@ def launch_bound(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 
 def step_gap(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """The device waits for the next batch."""
+    """Find gaps where the device waits for the next batch."""
     return [hit for hit in _idle(step, step.pauses, "gaps") if hit.evidence["share"] >= limits["share"]]
 
 
@@ -403,7 +403,7 @@ def _idle(step: StepRecord, table: dict[Site, Tally], word: str) -> list[Hit]:
 
 
 def blocking_copy(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
-    """The host copies to the device and waits until it is done."""
+    """Find copies to the device for which the host waits."""
     hits = []
     for line, (total, callers) in by_line(step.blocking, Tally).items():
         if total.count >= limits["copies"]:

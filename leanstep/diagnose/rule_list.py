@@ -1,6 +1,6 @@
 """The rules as a list and as pages: what `leanstep rules` prints and the documentation shows.
 
-The texts of a rule are in `rules.py`; here is the condition under which each one fires.
+The texts of a rule are in `rules.py`; this module states the condition under which each one fires.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FIRES_WHEN = {
 
 
 def as_dict(name: str) -> dict[str, Any]:
-    """One rule as `leanstep rules --json` gives it."""
+    """Return one rule as `leanstep rules --json` prints it."""
     rule = RULES[name]
     return {
         "rule": name,
@@ -81,12 +81,12 @@ def _needs(name: str) -> str:
 
 
 def page_of(name: str) -> str:
-    """Where the documentation has the page of a rule, below its root."""
+    """Return the path of a rule's page, relative to the root of the documentation."""
     return f"rules/{name}"
 
 
 def as_markdown(name: str) -> str:
-    """The page of one rule."""
+    """Return the page of one rule."""
     rule, limits = RULES[name], DEFAULTS[name]
     options = "\n".join(f"- `--threshold {name}.{key}={_number(value)}`" for key, value in limits.items())
     parts = [
@@ -110,7 +110,7 @@ def as_markdown(name: str) -> str:
 
 
 def _with_code(text: str) -> str:
-    """Calls, options and names with underscores between backticks: `_foreach_*` would become italics."""
+    """Put calls, options and names with underscores in backticks: `_foreach_*` would become italics."""
     return _CODE.sub(lambda code: f"`{code[0]}`", text)
 
 

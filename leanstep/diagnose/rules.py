@@ -1,7 +1,7 @@
 """The rules: their texts, and the verdict over all recorded steps.
 
-A finding must hold on every recorded step. Its count is the median over the steps; of dead rows it is the
-minimum, the only number that is waste on every step.
+A finding must hold on every recorded step. Its count is the median over the steps. For dead rows it is the
+minimum, the only count that is waste on every step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Hits = dict[str, dict[Line, Hit]]
 
 @dataclass(frozen=True)
 class Rule:
-    """`what`, `fix` and `amount` are filled in from the evidence of a finding."""
+    """A rule's texts. `what`, `fix` and `amount` are filled in from a finding's evidence."""
 
     id: str
     find: Callable[[StepRecord, Mapping[str, float]], list[Hit]]
@@ -31,7 +31,7 @@ class Rule:
     fix: str
     short_fix: str
     leanstep: str | None = None
-    # In place of `find`: what all steps together show.
+    # Replaces `find` in rules that need all steps at once.
     find_over_steps: Callable[[Sequence[StepRecord], Mapping[str, float]], list[Hit]] | None = None
 
 
@@ -50,7 +50,9 @@ def _plural(count: int, word: str, plural: str | None = None) -> str:
 def _reads(f: Finding) -> str:
     loop = " in a loop" if f.in_loop else ""
     source = (
-        "" if f.confidence == "high" else " The value depends on no parameter: it may be host data already."
+        ""
+        if f.confidence == "high"
+        else " The value depends on no parameter, so the host may already have it."
     )
     return f"The host reads a value from the device{loop}: {_listed(f.evidence['kinds'])}.{source}"
 
@@ -59,7 +61,7 @@ def _storm(f: Finding) -> str:
     e = f.evidence
     return (
         f"The line dispatches {e['forward_ops']:,} tiny ops ({_listed(e['repeats'])}) and its backward "
-        f"{e['backward_ops']:,} more, {size(e['mean_bytes'])} each on average."
+        f"{e['backward_ops']:,} more, on average {size(e['mean_bytes'])} each."
     )
 
 
@@ -86,11 +88,11 @@ def _grown_memory(f: Finding) -> str:
     e = f.evidence
     if e["graphs"]:
         return (
-            f"The graphs of {e['graphs']:,} earlier steps are still alive: a loss is kept with what it was "
-            "computed from."
+            f"The graphs of {e['graphs']:,} earlier steps are still alive: a stored loss holds the graph "
+            "that computed it."
         )
     return (
-        f"What this line made in {e['steps']:,} earlier steps is still alive: "
+        f"Tensors that this line allocated in {e['steps']:,} earlier steps are still alive: "
         f"{size(e['bytes_per_step'])} per step, {size(e['bytes'])} so far."
     )
 
@@ -100,13 +102,14 @@ def _grown_step(f: Finding) -> str:
     if e["cpu_seconds"] is not None:
         first, last = e["cpu_seconds"]
         return (
-            f"From the first third of {e['steps']} steps to the last the CPU time of a step grows from "
-            f"{about(first)} to {about(last)}, with the same ops: Python code does more and more."
+            f"From the first third of {e['steps']} steps to the last, the CPU time per step grows from "
+            f"{about(first)} to {about(last)}, with the same ops: the growth is in Python code."
         )
     shown = {"ops": "{:,} ops".format, "flops": _gflop, "written_bytes": lambda n: f"{size(n)} written"}
     grown = ", ".join(f"{shown[n](e['first'][n])} → {shown[n](e['last'][n])}" for n in e["grows"])
     return (
-        f"From the first third of {e['steps']} steps to the last a step grows: {grown}. This line grows most."
+        f"From the first third of {e['steps']} steps to the last, each step does more: {grown}. "
+        "This line grows most."
     )
 
 
@@ -122,11 +125,11 @@ RULES: dict[str, Rule] = {
             rule_checks.host_sync,
             lambda f: _plural(f.count, "read"),
             _reads,
-            "On a GPU each read waits until the device has finished everything queued before it, and the "
+            "On a GPU each read waits until the device has finished all queued work, and the "
             "queue runs empty.",
-            "Keep the value on the device (torch.where, masked arithmetic, integer row indices made once) "
+            "Keep the value on the device (torch.where, masked arithmetic, precomputed integer row indices) "
             "and read it once after the step, or every k-th step. leanstep.objectives has pair losses "
-            "without reads; leanstep.logprob.plan_rows makes integer row indices in place of boolean masks.",
+            "without reads; leanstep.logprob.plan_rows turns boolean masks into integer row indices.",
             "keep on the device; read once per step",
             "leanstep.objectives",
         ),
@@ -135,9 +138,9 @@ RULES: dict[str, Rule] = {
             rule_checks.op_storm,
             lambda f: f"{f.count:,} tiny ops",
             _storm,
-            "Each op costs microseconds of dispatch (and a launch on a GPU) however little it computes.",
-            "Write the loop as tensor ops over all items at once. leanstep.objectives does it for pair and "
-            "ranking losses, leanstep.lens for a controller, leanstep.logprob for per-token log-probs.",
+            "Each op costs microseconds of dispatch (and a launch on a GPU), however little it computes.",
+            "Replace the loop by tensor ops over all items at once. leanstep.objectives does this for pair "
+            "and ranking losses, leanstep.lens for a controller, leanstep.logprob for per-token log-probs.",
             "one tensor op over all items",
             "leanstep.objectives",
         ),
@@ -146,9 +149,9 @@ RULES: dict[str, Rule] = {
             rule_checks.dead_rows,
             lambda f: f"{f.count:,} of {f.evidence['rows']:,}",
             _dead,
-            "Their logits are computed, stored and differentiated, and contribute nothing.",
-            "Choose the rows before the head: linear_logprobs(hidden, weight, targets, rows=...), or "
-            "hidden[rows] with integer indices made once.",
+            "Their logits are computed, stored and differentiated, but contribute nothing.",
+            "Select the rows before the head: linear_logprobs(hidden, weight, targets, rows=...), or "
+            "hidden[rows] with precomputed integer indices.",
             "linear_logprobs(..., rows=...)",
             "leanstep.logprob.linear_logprobs",
         ),
@@ -158,13 +161,13 @@ RULES: dict[str, Rule] = {
             lambda f: f"{f.count:,} fills",
             lambda f: (
                 f"The backward of this line writes {f.count:,} whole buffers "
-                f"({_listed(f.evidence['ops'])}), {size(f.evidence['bytes'])} together, each for a gradient "
+                f"({_listed(f.evidence['ops'])}), {size(f.evidence['bytes'])} in total, each for a gradient "
                 "at most a quarter of its size."
             ),
-            "Indexing a piece makes autograd fill a buffer of the full size with zeros per piece, and add "
-            "them up.",
-            "Take all pieces with one op: unbind, split, or a loss over the whole tensor; for parameter "
-            "banks the access of leanstep.gpt, which writes every slice of the gradient once.",
+            "For each indexed piece, autograd fills a full-size buffer with zeros and then adds all buffers "
+            "up.",
+            "Take all pieces with one op: unbind, split, or a loss over the whole tensor. For parameter "
+            "banks use the accessor of leanstep.gpt, which writes every slice of the gradient once.",
             "unbind/split once; one loss for all",
             "leanstep.gpt",
         ),
@@ -174,13 +177,13 @@ RULES: dict[str, Rule] = {
             lambda f: _plural(f.count, "copy", "copies"),
             lambda f: (
                 f"{_listed(f.evidence['kinds'])} across memory layouts, {size(f.evidence['bytes'])} per "
-                "step: rows are read where columns are written."
+                "step: it reads along one axis and writes along the other."
             ),
-            "A strided pass is several times slower than a straight one, and a matmul takes either layout "
-            "for free.",
-            "Pass the transposed view to the matmul, and keep state in the layout of its use. The "
-            "transpose-copy and transpose-add kernels of leanstep.muon and leanstep.gpt do what must be "
-            "done in tiles.",
+            "A strided pass is several times slower than a contiguous one, and a matmul accepts either "
+            "layout at no cost.",
+            "Pass the transposed view to the matmul, and store state in the layout in which it is used. The "
+            "transpose-copy and transpose-add kernels of leanstep.muon and leanstep.gpt do the remaining "
+            "transposes in tiles.",
             "pass the view; keep one layout",
             "leanstep.muon",
         ),
@@ -192,8 +195,8 @@ RULES: dict[str, Rule] = {
                 f"The same version of a tensor is cast again: {_listed(f.evidence['casts'])}, "
                 f"{size(f.evidence['bytes'])} written."
             ),
-            "The result exists already.",
-            "Cast once, keep the result in a variable and pass it on.",
+            "The result already exists.",
+            "Cast once, keep the result in a variable and reuse it.",
             "cast once, pass the result",
         ),
         Rule(
@@ -204,8 +207,8 @@ RULES: dict[str, Rule] = {
                 f"A widened tensor is cast straight back: {_listed(f.evidence['casts'])}, "
                 f"{size(f.evidence['bytes'])} written."
             ),
-            "Widening and narrowing again changes no bit.",
-            "Use the tensor as it was.",
+            "Widening and then narrowing changes no bit.",
+            "Use the original tensor.",
             "drop both casts",
         ),
         Rule(
@@ -216,10 +219,10 @@ RULES: dict[str, Rule] = {
                 f"Saved for the backward: {_listed(f.evidence['shapes'])}, {size(f.evidence['bytes'])} of "
                 f"{size(f.evidence['all_saved_bytes'])} that the step saves."
             ),
-            "Vocabulary-wide tensors are the peak of the step, and one number per row is what the loss "
+            "Vocabulary-wide tensors set the step's memory peak, and one number per row is all that the loss "
             "needs.",
             "leanstep.logprob.linear_logprobs computes log-probs and entropy from the hidden states and "
-            "holds one tile.",
+            "holds one tile of logits.",
             "logprob.linear_logprobs (one tile)",
             "leanstep.logprob.linear_logprobs",
         ),
@@ -228,10 +231,10 @@ RULES: dict[str, Rule] = {
             rule_checks.retained_chunks,
             lambda f: _plural(f.count, "chunk"),
             lambda f: (
-                f"{_plural(f.count, 'chunk')} of the head's width are kept for the backward "
-                f"({_listed(f.evidence['shapes'])}), {size(f.evidence['bytes'])} together."
+                f"{_plural(f.count, 'chunk')} of the head's width are saved for the backward "
+                f"({_listed(f.evidence['shapes'])}), {size(f.evidence['bytes'])} in total."
             ),
-            "Chunking saves nothing here: autograd keeps every chunk; recompute in backward.",
+            "Chunking saves nothing here, because autograd keeps every chunk. Recompute it in the backward.",
             "leanstep.logprob.linear_logprobs recomputes one tile at a time; or run backward() per chunk, "
             "or checkpoint it.",
             "logprob.linear_logprobs (recomputes)",
@@ -245,10 +248,10 @@ RULES: dict[str, Rule] = {
                 f"Written without gradients: {_listed(f.evidence['shapes'])}, {size(f.evidence['bytes'])} "
                 "per step."
             ),
-            "Old and reference log-probs and the entropy need one number per row; the logits of all rows, "
-            "the prompt's included, are written and read in full.",
-            "leanstep.logprob.linear_logprobs(hidden, weight, targets, rows=...) under no_grad gives "
-            "log-probs and entropy of the rows that count, and holds one tile.",
+            "Old and reference log-probs and the entropy need one number per row, but the logits of all "
+            "rows, including the prompt's, are written and read in full.",
+            "leanstep.logprob.linear_logprobs(hidden, weight, targets, rows=...) under no_grad returns "
+            "log-probs and entropy of the selected rows, and holds one tile of logits.",
             "linear_logprobs(..., rows=...)",
             "leanstep.logprob.linear_logprobs",
         ),
@@ -258,12 +261,13 @@ RULES: dict[str, Rule] = {
             lambda f: _plural(f.count, "call"),
             lambda f: (
                 f"Generation without a KV cache: {_plural(f.count, 'call')} over {f.evidence['positions']:,} "
-                f"positions, {f.evidence['computed_again']:,} of which the call before had computed."
+                f"positions, {f.evidence['computed_again']:,} of which the previous call had already "
+                "computed."
             ),
-            "Each new token runs the model over the whole sequence; with a cache it runs over one position.",
+            "Each new token runs the model over the whole sequence. With a cache it runs over one position.",
             "Keep keys and values between calls: use_cache=True in transformers (checkpointing in training "
             "mode switches it off: model.eval() or gradient_checkpointing_disable() for the rollout), "
-            "past_key_values in a loop of your own.",
+            "past_key_values in your own loop.",
             "keep keys and values: use_cache=True",
         ),
         Rule(
@@ -274,8 +278,9 @@ RULES: dict[str, Rule] = {
                 f"Generation without context: {_plural(f.count, 'call')} with one token and a KV cache that "
                 "is still empty."
             ),
-            "The model sees neither the prompt nor the tokens before: what it generates is not its answer. "
-            "In transformers, checkpointing in training mode switches off the cache that generate() needs.",
+            "The model sees neither the prompt nor the previous tokens, so the generated text is "
+            "meaningless. In transformers, checkpointing in training mode switches off the cache that "
+            "generate() needs.",
             "model.eval() or gradient_checkpointing_disable() for the rollout, model.train() after it.",
             "model.eval() for the rollout",
         ),
@@ -284,7 +289,7 @@ RULES: dict[str, Rule] = {
             rule_checks.unbatched_optimizer,
             lambda f: f"{f.count:,} ops",
             _unbatched,
-            "Small updates are all overhead when each parameter gets its own ops.",
+            "When each parameter gets its own ops, small updates are pure overhead.",
             "fused=True (or foreach=True) for torch's optimizers, torch._foreach_* ops in hand-written "
             "updates, leanstep.muon.NorMuon for Muon: it stacks matrices of one shape and multiplies them "
             "together.",
@@ -301,8 +306,8 @@ RULES: dict[str, Rule] = {
                 "float32."
             ),
             "This CPU has no fast instructions for the dtype.",
-            "Compute in float32 on this CPU (keep the weights as they are and cast once); leanstep picks "
-            "the dtype that way.",
+            "Compute in float32 on this CPU (keep the weights as they are and cast once). leanstep chooses "
+            "its compute dtype the same way.",
             "compute in float32 on this CPU",
         ),
         Rule(
@@ -310,10 +315,10 @@ RULES: dict[str, Rule] = {
             rule_checks.alloc_churn,
             lambda f: f"{f.count:,} buffers",
             lambda f: (
-                f"Under no_grad the line makes {f.count:,} fresh buffers of a megabyte or more, "
-                f"{size(f.evidence['bytes'])} per step, and drops them."
+                f"Under no_grad the line allocates {f.count:,} buffers of a megabyte or more, "
+                f"{size(f.evidence['bytes'])} per step, and frees them."
             ),
-            "Every buffer is memory written once more than needed, and work for the allocator.",
+            "Each one costs an unnecessary memory write and an allocation.",
             "Work in place (mul_, add_, lerp_, addcmul_) or with out=; fused=True for torch's optimizers.",
             "in place: lerp_, addcmul_, out=",
         ),
@@ -326,7 +331,7 @@ RULES: dict[str, Rule] = {
                 f"({size(f.evidence['gradient_bytes'])}) that no optimizer holds."
             ),
             "The backward computes and stores a gradient that is never read.",
-            "requires_grad_(False) or torch.no_grad() around it, or add the parameters to an optimizer.",
+            "Use requires_grad_(False) or torch.no_grad(), or add the parameters to an optimizer.",
             "requires_grad_(False), or optimise it",
         ),
         Rule(
@@ -334,10 +339,11 @@ RULES: dict[str, Rule] = {
             habit_checks.attention_matrix,
             lambda f: _plural(f.count, "matrix", "matrices"),
             lambda f: (
-                f"Attention by hand: a softmax over queries × keys ({_listed(f.evidence['shapes'])}), "
-                f"{size(f.evidence['bytes'])} kept for the backward."
+                f"Hand-written attention: a softmax over queries × keys ({_listed(f.evidence['shapes'])}), "
+                f"{size(f.evidence['bytes'])} saved for the backward."
             ),
-            "Scores, softmax and their gradients are written and read in full; a fused kernel keeps a tile.",
+            "Scores, softmax and their gradients are written and read in full. A fused kernel holds one "
+            "tile.",
             "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...), or a flex_attention "
             'mask; attn_implementation="sdpa" in transformers, need_weights=False in nn.MultiheadAttention.',
             "F.scaled_dot_product_attention",
@@ -347,7 +353,7 @@ RULES: dict[str, Rule] = {
             habit_checks.gelu_by_hand,
             lambda f: f"{f.count:,} ops",
             lambda f: (
-                f"An activation out of {f.count // f.evidence['calls']} elementwise ops "
+                f"An activation function built from {f.count // f.evidence['calls']} elementwise ops "
                 f"({_listed(f.evidence['ops'])}), {size(f.evidence['bytes'])} moved in the forward alone."
             ),
             "Each op reads and writes the whole activation, and saves some of it for the backward.",
@@ -360,22 +366,22 @@ RULES: dict[str, Rule] = {
             lambda f: _plural(f.count, "op"),
             lambda f: (
                 f"{_plural(f.count, 'op')} in float64 ({_listed(f.evidence['ops'])}), "
-                f"{size(f.evidence['bytes'])} written, while parameters are narrower."
+                f"{size(f.evidence['bytes'])} written, although the parameters are narrower."
             ),
-            "NumPy's default dtype comes in with the data, and every op that it meets is widened; GPUs "
-            "compute it at a fraction of their float32 rate.",
-            "Cast once where it comes in: torch.from_numpy(x.astype(numpy.float32)), or .float(). Where "
-            "float64 is wanted, say so: # leanstep: ignore[float64].",
-            "cast to float32 where it comes in",
+            "Usually the data has NumPy's default dtype, and every op that uses it is widened. GPUs "
+            "compute float64 at a fraction of their float32 rate.",
+            "Cast the input once: torch.from_numpy(x.astype(numpy.float32)), or .float(). Where "
+            "float64 is intended, add # leanstep: ignore[float64].",
+            "cast the input to float32",
         ),
         Rule(
             "weight-clone",
             habit_checks.weight_clone,
             lambda f: _plural(f.count, "copy", "copies"),
             lambda f: f"{_plural(f.count, 'parameter')} copied, {size(f.evidence['bytes'])} per step.",
-            "A copy of the weights is written in every step.",
-            "Copy into buffers made once (torch._foreach_copy_), keep the difference instead of two copies, "
-            "or copy every k-th step; a reference policy needs one copy for the whole run.",
+            "Every step writes a copy of the weights.",
+            "Copy into preallocated buffers (torch._foreach_copy_), keep the difference instead of two "
+            "copies, or copy every k-th step. A reference policy needs one copy for the whole run.",
             "one buffer, _foreach_copy_",
         ),
         Rule(
@@ -383,11 +389,11 @@ RULES: dict[str, Rule] = {
             habit_checks.indexed_weight,
             lambda f: _plural(f.count, "look-up"),
             lambda f: (
-                f"Rows of a parameter by weight[ids]: {_listed(f.evidence['shapes'])}, "
+                f"Rows of a parameter are read with weight[ids]: {_listed(f.evidence['shapes'])}, "
                 f"{size(f.evidence['bytes'])} per step."
             ),
-            "The backward of indexing is a general index_put with sums, which sorts the ids on a GPU; "
-            "that of an embedding is one kernel.",
+            "The backward of indexing is an accumulating index_put, which sorts the ids on a GPU; "
+            "the backward of an embedding is one kernel.",
             "torch.nn.functional.embedding(ids, weight): the same rows, a cheaper backward.",
             "F.embedding(ids, weight)",
         ),
@@ -396,14 +402,14 @@ RULES: dict[str, Rule] = {
             habit_checks.retain_graph,
             lambda f: _plural(f.count, "call"),
             lambda f: (
-                "backward(retain_graph=True) and no later backward in the step: everything saved stays "
-                "until the loss is dropped."
+                "backward(retain_graph=True) without a later backward in the step: all saved tensors stay "
+                "alive until the loss is freed."
                 if f.evidence["needless"]
-                else "backward(retain_graph=True): the shared part of the graph is kept and walked again."
+                else "backward(retain_graph=True): the shared part of the graph is kept and traversed again."
             ),
             "Saved tensors outlive the backward, and each further backward repeats the shared part.",
-            "Leave retain_graph out; several losses: add them and go backward once.",
-            "drop it; add losses, one backward",
+            "Remove retain_graph. With several losses, add them and call backward once.",
+            "remove it; add losses, one backward",
         ),
         Rule(
             "growing-memory",
@@ -414,11 +420,11 @@ RULES: dict[str, Rule] = {
                 else f"{size(f.evidence['bytes_per_step'])} per step"
             ),
             _grown_memory,
-            "Memory grows with every step until it is full.",
-            "Keep numbers: loss.item(), or loss.detach() where the host must not wait; no_grad() for losses "
-            "that are only looked at. Empty a cache or bound its size, and keep a copy of a small slice "
+            "Memory use grows with every step until it runs out.",
+            "Store numbers: loss.item(), or loss.detach() where the host must not wait; no_grad() for losses "
+            "that are only logged. Clear a cache or limit its size, and store a copy of a small slice "
             "(x[0].clone()): a view holds the whole tensor.",
-            "loss.detach(); bound what is kept",
+            "loss.detach(); limit cache sizes",
             find_over_steps=growth_checks.growing_memory,
         ),
         Rule(
@@ -426,12 +432,12 @@ RULES: dict[str, Rule] = {
             _no_hits,
             lambda f: f"grows over {f.evidence['steps']} steps",
             _grown_step,
-            "Each step takes longer than the one before, without an end.",
-            "Look for what a step takes over from the one before: a running sum of losses whose backward "
-            "walks through all earlier graphs (add loss.detach()), a list or a tensor that is lengthened and "
-            "gone through in every step. Where sequences or batches grow on purpose, all is well: "
+            "Each step takes longer than the previous one, without limit.",
+            "Look for state that a step inherits from the previous one: a running sum of losses whose "
+            "backward traverses all earlier graphs (add loss.detach()), or a list or tensor that each step "
+            "extends and iterates over. Where sequences or batches grow on purpose, add "
             "# leanstep: ignore[growing-step].",
-            "take over less from step to step",
+            "carry less state between steps",
             find_over_steps=growth_checks.growing_step,
         ),
         Rule(
@@ -444,7 +450,7 @@ RULES: dict[str, Rule] = {
             ),
             "The device finishes each kernel before the host has launched the next one.",
             'torch.compile, CUDA graphs (mode="reduce-overhead"), larger batches, fused=True optimizers: '
-            "fewer launches, each with more to do.",
+            "fewer launches, each with more work.",
             "torch.compile, CUDA graphs",
         ),
         Rule(
@@ -452,11 +458,11 @@ RULES: dict[str, Rule] = {
             rule_checks.blocking_copy,
             lambda f: _plural(f.count, "copy", "copies"),
             lambda f: (
-                f"The host copies {size(f.evidence['bytes'])} to the device and waits until it is there "
+                f"The host copies {size(f.evidence['bytes'])} to the device and waits for the copy "
                 f"({_listed(f.evidence['calls'])})."
             ),
-            "Nothing is launched meanwhile, and the device runs dry.",
-            "pin_memory=True in the DataLoader and .to(device, non_blocking=True); make constants on the "
+            "Nothing is launched meanwhile, and the device runs out of work.",
+            "pin_memory=True in the DataLoader and .to(device, non_blocking=True); create constants on the "
             "device.",
             "pin_memory, non_blocking=True",
         ),
@@ -465,10 +471,10 @@ RULES: dict[str, Rule] = {
             rule_checks.step_gap,
             lambda f: _plural(f.count, "gap"),
             lambda f: (
-                f"The device is idle for {f.evidence['share']:.0%} of the step while the next batch is made "
-                f"({_listed(f.evidence['by'])})."
+                f"The device is idle for {f.evidence['share']:.0%} of the step while the next batch is "
+                f"prepared ({_listed(f.evidence['by'])})."
             ),
-            "The loader is slower than the step, or works only when it is asked.",
+            "The loader is slower than the step, or does not prefetch.",
             "num_workers, prefetch_factor and persistent_workers of the DataLoader, cheaper preparation, "
             "pin_memory.",
             "more workers, prefetching",
@@ -478,7 +484,7 @@ RULES: dict[str, Rule] = {
 
 
 def judge(step: StepRecord, limits: Limits, rules: Sequence[str] | None = None) -> Hits:
-    """What every rule says about one step."""
+    """Return the findings of every rule for one step."""
     if step.hits is not None:
         return step.hits
     hits = {
@@ -497,9 +503,10 @@ def judge(step: StepRecord, limits: Limits, rules: Sequence[str] | None = None) 
 def find(
     steps: Sequence[StepRecord], limits: Limits | None = None, rules: Sequence[str] | None = None
 ) -> list[Finding]:
-    """The findings that hold on every one of `steps`, in the order of the rules table.
+    """Return the findings that hold on every one of `steps`, in the order of the rules table.
 
-    Where several updates follow a rollout, what only the steps with a rollout show must hold on all of these.
+    Where several updates follow a rollout, a finding that appears only on steps with a rollout must hold on
+    all of these.
     """
     if not steps:
         return []
@@ -522,7 +529,7 @@ def find(
 
 
 def _of_rollouts(steps: Sequence[StepRecord], verdicts: Sequence[Hits], name: str) -> list[Line]:
-    """Lines that a rule names on every step with a rollout, and on none of the others."""
+    """Return the lines that a rule names on every step with a rollout, and on none of the others."""
     with_rollout = [hits for hits, step in zip(verdicts, steps, strict=True) if step.has_rollout]
     others = [hits for hits, step in zip(verdicts, steps, strict=True) if not step.has_rollout]
     if not with_rollout or not others:

@@ -1,8 +1,8 @@
-"""Where the time of one unrecorded step goes: until the model's first op, forward, backward, optimizer.
+"""Split the time of one unrecorded step: before the model's first op, forward, backward, optimizer.
 
-Only the ends of a few calls are noted: the step runs at its own speed. On a GPU these are the host's times.
-Time in which other processes occupied the cores is no part of the step: on a busy machine a step would take
-many times as long, and the same finding would be a smaller share of it.
+Only the ends of a few calls are recorded, so the step runs at full speed. On a GPU these are host times. Time
+in which other processes occupied the cores does not count: on a busy machine a step would take many times as
+long, and the same finding would be a smaller share of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def own_seconds() -> float:
 
 
 def waited_seconds() -> float:
-    """How long the main thread has waited for a core; 0 where the system does not say."""
+    """Return how long the main thread has waited for a core; 0 where the system does not report it."""
     try:
         return int(_SCHEDULER_STATISTICS.read_bytes().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -34,7 +34,7 @@ def waited_seconds() -> float:
 
 
 class StepClock:
-    """Times one step, from the end of the one before to its own.
+    """Times one step, from the end of the previous one to its own.
 
     Args:
         now: the clock, in seconds.
@@ -44,12 +44,12 @@ class StepClock:
         self._now = now
         self.running = False
         self.seconds: float | None = None
-        # Part -> seconds; None until a whole step has been timed.
+        # Part -> seconds; None until a complete step has been timed.
         self.parts: dict[str, float] | None = None
         self._engine: Any = None
 
     def start(self) -> None:
-        """The step before has just ended."""
+        """Start timing: the previous step has just ended."""
         self.running = True
         self._started = self._now()
         self._first_op: float | None = None
@@ -69,7 +69,7 @@ class StepClock:
         torch.autograd._engine_run_backward = timed
 
     def first_op(self, tensor: Any = None) -> Any:
-        """A tensor is saved for the backward: the model runs. Passes the tensor on."""
+        """Record that the model runs, as a tensor is saved for the backward. Return the tensor."""
         if self._first_op is None:
             self._first_op = self._forward_began = self._now()
             self._spent["before the model"] = self._first_op - self._started
@@ -97,14 +97,14 @@ class StepClock:
         self._optimizer_began = 0.0
 
     def end(self) -> None:
-        """The step is over."""
+        """Record the end of the step."""
         self.seconds = self._now() - self._started
         self._spent["other"] = max(0.0, self.seconds - sum(self._spent.values()))
         self.parts = self._spent
         self.stop()
 
     def stop(self) -> None:
-        """Let go of torch, whether a step has been timed or not."""
+        """Remove the hooks from torch, whether a step has been timed or not."""
         if self.running:
             torch.autograd._engine_run_backward = self._engine
         self.running = False

@@ -1,8 +1,8 @@
-"""The records of diagnose: what one training step left behind, and what the rules say about it.
+"""The records of diagnose: the counters of one training step, and the hits and findings of the rules.
 
-Counters by line, never tensors, never a log. Rules read these records and nothing else, so a rule can be
-tested with a record made by hand. A hit is what one rule says about one step; a finding is what it says about
-all recorded steps.
+Records hold counters by line, no tensors and no log. Rules read only these records, so a rule can be tested
+with a hand-written record. A hit is the result of one rule for one step; a finding is its result for all
+recorded steps.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "o
 class OpRecord:
     """All runs of one op on one line in one phase. `direct`: dispatched by the line, not by its backward.
 
-    `parameters`: how many distinct ones the step read between the op's first run and its last; it tells a
-    loop over layers from a loop over samples.
+    `parameters`: the number of distinct parameters that the step read between the op's first run and its
+    last. It distinguishes a loop over layers from a loop over samples.
     """
 
     count: int = 0
@@ -52,7 +52,7 @@ class OpRecord:
 
 @dataclass
 class Tally:
-    """How often something happened on a line, and the bytes it moved."""
+    """The number of events on a line, and the bytes they moved."""
 
     count: int = 0
     bytes: int = 0
@@ -122,7 +122,7 @@ class MatmulKey:
 
 
 class LineWork(NamedTuple):
-    """What the ops of one line did in a step, those of its backward included."""
+    """The work of one line's ops in a step, including those of its backward."""
 
     ops: int = 0
     flops: int = 0
@@ -135,7 +135,7 @@ class StepRecord:
 
     ops: dict[OpKey, OpRecord] = field(default_factory=dict)
     matmuls: dict[MatmulKey, int] = field(default_factory=dict)
-    # FLOPs of all products, attention and convolutions included, by phase and type of the factors.
+    # FLOPs of all matmuls, including attention and convolutions, by phase and input dtypes.
     products: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
     reads: dict[Site, Tally] = field(default_factory=dict)
     heads: dict[Site, HeadRecord] = field(default_factory=dict)
@@ -145,19 +145,19 @@ class StepRecord:
     other_copies: dict[Site, Tally] = field(default_factory=dict)
     duplicate_casts: dict[Site, Tally] = field(default_factory=dict)
     round_trips: dict[Site, Tally] = field(default_factory=dict)
-    # By width: which one is the vocabulary is known only when the step is over.
+    # By width: which one is the vocabulary is known only at the end of the step.
     saved: dict[tuple[Site, int], SavedRecord] = field(default_factory=dict)
     churn: dict[Site, Tally] = field(default_factory=dict)
     unused_grads: dict[Site, Tally] = field(default_factory=dict)
-    # Habits: softmaxes over products of activations, float64 results, copies and indexing of weights, kept
-    # graphs.
+    # Habits: softmaxes over products of activations, float64 results, copies and indexing of weights,
+    # retained graphs.
     attention: dict[Site, Tally] = field(default_factory=dict)
     doubles: dict[Site, Tally] = field(default_factory=dict)
     clones: dict[Site, Tally] = field(default_factory=dict)
     indexed: dict[Site, Tally] = field(default_factory=dict)
     retained: dict[Site, Tally] = field(default_factory=dict)
-    # Only a trace knows these: copies to the device that the host waits for, stretches and pauses in which
-    # the device is idle. Bytes of the last two are nanoseconds of it.
+    # Only in traces: copies to the device that the host waits for, and gaps and pauses in which the device is
+    # idle. For the last two, bytes are nanoseconds of idle time.
     blocking: dict[Site, Tally] = field(default_factory=dict)
     slow_launches: dict[Site, Tally] = field(default_factory=dict)
     pauses: dict[Site, Tally] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class StepRecord:
     compiled: set[Line] = field(default_factory=set)
     # Whether a rollout was part of the step.
     has_rollout: bool = False
-    # Calls of a generation that computes earlier positions again; bytes are positions.
+    # Calls of a generation that recomputes earlier positions; bytes are positions.
     again: dict[Site, Tally] = field(default_factory=dict)
     # Calls of a generation whose cache stayed empty.
     no_context: dict[Site, Tally] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class StepRecord:
     head_inner: int = 0
     # Most bytes of tensors of the head's width that were alive at once, saved or not.
     peak_wide_bytes: int = 0
-    # Backward of sites that no trained parameter leads to: matmul FLOPs, and bytes that the rest moves.
+    # Backward of sites that depend on no trained parameter: matmul FLOPs, and bytes moved by other ops.
     idle_flops: int = 0
     idle_bytes: int = 0
     backward_runs: int = 0
@@ -185,22 +185,22 @@ class StepRecord:
     saved_bytes: int = 0
     peak_saved_bytes: int = 0
     flops: int = 0
-    # What was still alive when the last step was over: buffers by the line that made them, graphs by the line
-    # of their backward.
+    # Alive at the end of the last step: buffers by the line that allocated them, graphs by the line of their
+    # backward.
     outlived: dict[Site, Tally] = field(default_factory=dict)
     graphs_alive: dict[Site, Tally] = field(default_factory=dict)
     # CPU time of the main thread, and the line that ended the step with an update.
     cpu_seconds: float | None = None
     update_site: Site | None = None
-    # Of the first steps, whose counters are forgotten; empty otherwise.
+    # For the first steps, whose counters are dropped; empty otherwise.
     early_work: dict[Site, LineWork] = field(default_factory=dict)
     # Filled after recording by `cost.measure_half_rates`: dtype -> (its GFLOP/s, fp32 GFLOP/s) on this CPU.
     half_rates: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
-    # What the rules said, kept in place of the counters once there are many steps.
+    # The hits, stored instead of the counters once there are many steps.
     hits: Any = None
 
     def merge(self, later: StepRecord) -> None:
-        """Join the following part of the same step."""
+        """Merge the next part of the same step."""
         for name in _MERGED:
             mine, theirs = getattr(self, name), getattr(later, name)
             for key, value in theirs.items():
@@ -221,7 +221,7 @@ class StepRecord:
 
     @property
     def line_work(self) -> dict[Site, LineWork]:
-        """What each line did; empty for a step in the middle of a long recording."""
+        """Return the work of each line; empty for a step in the middle of a long recording."""
         work: dict[Site, LineWork] = dict(self.early_work)
         for key, op in self.ops.items():
             ops, flops, written = work.get(key.site, LineWork())
@@ -229,9 +229,9 @@ class StepRecord:
         return work
 
     def forget_counters(self, hits: Any, keep_work: bool = False) -> None:
-        """Keep what the rules said and the totals; a thousand recorded steps must stay small.
+        """Drop the counters and keep hits and totals; a thousand recorded steps must stay small.
 
-        keep_work: keep what each line did, too.
+        keep_work: also keep the work of each line.
         """
         self.hits = hits
         self.early_work = self.line_work if keep_work else {}
@@ -263,7 +263,7 @@ def tally(table: dict[Site, Tally], site: Site, num_bytes: int = 0, count: int =
 
 
 def by_line(table: dict[Site, Any], new: Callable[[], Any]) -> dict[Line, tuple[Any, Counter[Line]]]:
-    """Join the sites of one line; the callers are counted."""
+    """Merge the sites of one line and count the callers."""
     joined: dict[Line, tuple[Any, Counter[Line]]] = {}
     for site, value in table.items():
         total, callers = joined.setdefault(site.line, (new(), Counter()))
@@ -274,18 +274,18 @@ def by_line(table: dict[Site, Any], new: Callable[[], Any]) -> dict[Line, tuple[
 
 
 class Parameter:
-    """A leaf that requires grad and was an input of a forward op; known by its storage."""
+    """A leaf that requires grad and was an input of a forward op, identified by its storage."""
 
     __slots__ = ("first_use", "storage", "tensor")
 
     def __init__(self, tensor: Tensor, first_use: Site) -> None:
         self.tensor, self.first_use = weakref.ref(tensor), first_use
-        # Held weakly, the storage's address cannot be given to another one.
+        # While this weak reference exists, the storage's address is not reused.
         self.storage = StorageWeakRef(tensor.untyped_storage())
 
 
 class RunRecord:
-    """What outlives a step: parameters, the functions that update them, optimizers, and what was not seen."""
+    """State that outlives a step: parameters, functions that update them, optimizers, and unseen work."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         limits = limits or Limits()
@@ -305,7 +305,7 @@ class RunRecord:
         self.notes: dict[tuple[str, str], str] = {}
 
     def note(self, kind: str, where: str, text: str) -> None:
-        """Something the step contains that a recording cannot see."""
+        """A part of the step that a recording cannot see."""
         self.notes.setdefault((kind, where), text)
 
 
@@ -340,9 +340,9 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "step-gap": {"share": 0.05},
 }
 RULE_IDS = tuple(DEFAULTS)
-# What only a comparison of many steps can show, and from how many on.
+# Rules that compare many steps, and the minimum number of steps.
 GROWTH_RULES, GROWTH_STEPS = ("growing-memory", "growing-step"), 8
-# What only a trace of a GPU can show.
+# Rules that need a trace of a GPU.
 TRACE_RULES = ("launch-bound", "blocking-copy", "step-gap")
 
 
@@ -367,7 +367,7 @@ class Limits:
 
     @classmethod
     def parse(cls, settings: list[str]) -> Limits:
-        """From the command line's `id.name=value` texts."""
+        """Parse the command line's `id.name=value` settings."""
         changes: dict[str, dict[str, float]] = {}
         for setting in settings:
             target, equals, value = setting.partition("=")
@@ -386,7 +386,7 @@ class Limits:
 
 @dataclass
 class Work:
-    """What a price is made of, per step: tiny ops, ops of an optimizer's loop, bytes, FLOPs, host reads."""
+    """The parts of a cost, per step: tiny ops, ops of an optimizer's loop, bytes, FLOPs, host reads."""
 
     ops: float = 0
     loop_ops: float = 0
@@ -395,7 +395,7 @@ class Work:
     flops: float = 0
     held_bytes: float = 0
     reads: float = 0
-    # Known directly, where a measurement gave it.
+    # Set where it was measured directly.
     seconds: float | None = None
 
 
@@ -432,7 +432,7 @@ class Finding:
     leanstep: str | None
     amount: str
     in_loop: bool = False
-    # Counted per iteration, not per step: only steps with a rollout have it.
+    # Counted per iteration, not per step: only steps with a rollout show it.
     per_rollout: bool = False
     seconds: float | None = None
     seconds_range: tuple[float, float] | None = None
@@ -444,7 +444,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What survives moved lines: rule, file, the code of the line."""
+        """Identity that does not depend on line numbers: rule, file, code of the line."""
         return self.rule, short_path(self.line.file), self.line.code
 
     @property

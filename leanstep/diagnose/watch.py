@@ -1,4 +1,4 @@
-"""`watch()`: what is entered while a training runs, and how everything is left again.
+"""`watch()`: enter the recording modes while a training runs, and leave them again.
 
 `script.steps` finds the steps. What runs between two updates (averages, logging, the preparation of a batch)
 is part of the step that follows.
@@ -32,17 +32,17 @@ from leanstep.script.marks import ROLLOUT
 from leanstep.script.phases import PhaseListener, PhaseMarker
 from leanstep.script.steps import StepListener, StepMarker
 
-# A step that takes longer than this is not run once more only to be timed.
+# A step that takes longer than this is not repeated just to be timed.
 MAX_TIMED_S = 10.0
-# Steps whose counters are kept whole; of earlier ones only what the rules said.
+# Steps whose counters are stored in full; for earlier ones only the hits are.
 FULL_STEPS = 8
-# An iteration with a rollout may take longer than a step; so many updates may pass until the next rollout.
+# Updates that may pass until the next rollout: an iteration with a rollout may take longer than a step.
 MAX_ITERATION_S, MAX_WAITING_STEPS = 60.0, 32
 _current: Watch | None = None
 
 
 def step() -> None:
-    """End the step by hand, from inside a script; does nothing when no one is watching."""
+    """Mark the end of a step from inside a script; does nothing without an active watch."""
     if _current is not None:
         _current.step()
 
@@ -51,7 +51,7 @@ class Watch(StepListener, PhaseListener):
     """Records training steps. Use it through `watch()`.
 
     Args:
-        steps: how many steps to record; afterwards the modes are left and the training runs at full speed.
+        steps: how many steps to record; afterwards the training runs at full speed.
         warmup: how many steps to drop first.
         limits: thresholds of the rules.
         timed_warmup: run the warm-up unrecorded and time its last step (the command line does).
@@ -93,16 +93,16 @@ class Watch(StepListener, PhaseListener):
         self.clock = StepClock()
         self.iteration_clock = IterationClock()
         self.marker = StepMarker(self, PhaseMarker(self._position, self))
-        # Where steps were recorded, and where the step under way began.
+        # Where steps were recorded, and where the current step began.
         self._recorded: list[RecordedStep] = []
         self._step_began = Position(0.0)
         self._timed: Stretch | None = None
         self.has_loader = False
-        # The parts of the step under way that have ended, and when the last of them did.
+        # The completed parts of the current step, and when the last of them ended.
         self._parts: list[StepRecord] = []
         self._part_ended = 0.0
         self._dropped: StepRecord | None = None
-        # The recording began inside the step under way: it is not whole.
+        # The recording began inside the current step: it is incomplete.
         self._incomplete = False
         self._iterations: set[int] = set()
         self._last_iteration = 0
@@ -165,7 +165,7 @@ class Watch(StepListener, PhaseListener):
         self._step_began = self._position()
 
     def _leave_modes(self) -> None:
-        """Leave all three. Code of the user's that is still inside a mode of its own keeps it."""
+        """Leave all three modes. User code that is still inside a mode of its own keeps that mode."""
         if not self._modes_on:
             return
         self._modes_on = False
@@ -179,9 +179,9 @@ class Watch(StepListener, PhaseListener):
     # Steps
 
     def step(self) -> None:
-        """End a step by hand. From the first call on, steps end here only."""
+        """Mark the end of a step. After the first call, steps end only here."""
         if self.boundary != "explicit" and not self.finished:
-            # What the optimizers' steps divided so far is one step after all.
+            # The parts that optimizer steps have separated so far are one step.
             self.boundary = "explicit"
             self._parts = [*self.steps, *self._parts]
             self.steps = []
@@ -190,7 +190,7 @@ class Watch(StepListener, PhaseListener):
         self._end_step(own_seconds(), late=False)
 
     def optimizer_constructed(self) -> None:
-        """Steps will end: the warm-up can run unrecorded. Until then everything is recorded."""
+        """Let the warm-up run unrecorded, now that steps are known to end. Before, everything is recorded."""
         is_undecided = self._modes_on and not self._light and self.boundary == "none"
         if self._timed_warmup and is_undecided and not in_engine():
             self._start_light()
@@ -244,7 +244,7 @@ class Watch(StepListener, PhaseListener):
             self._close_step(first, late)
 
     def _close_step(self, record: StepRecord, late: bool) -> None:
-        """One step is over."""
+        """Record the end of one step."""
         now = own_seconds()
         if self._closed_at and self._modes_on:
             self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
@@ -273,7 +273,7 @@ class Watch(StepListener, PhaseListener):
             self._done(late)
 
     def _note_growth(self, record: StepRecord) -> None:
-        """For a comparison with later steps: the CPU time since the last step, the line of the update."""
+        """Record the CPU time since the last step and the line of the update, to compare with later steps."""
         cpu_seconds = time.thread_time()
         if self._cpu_seconds is not None:
             record.cpu_seconds = cpu_seconds - self._cpu_seconds
@@ -290,10 +290,10 @@ class Watch(StepListener, PhaseListener):
         self._leave_modes()
         self._last_end = own_seconds()
         if self._stackless:
-            return  # The script is over: there is nothing to time or stop.
+            return  # The script has ended: there is nothing to time or stop.
         longest = MAX_ITERATION_S if self._makes_rollouts else MAX_TIMED_S
         if self._times_afterwards and (self.step_seconds or 0.0) <= longest:
-            # Only a whole step is worth timing.
+            # Only a complete step is worth timing.
             self._clock_waits = late
             if not late:
                 self._start_clock()
@@ -329,7 +329,7 @@ class Watch(StepListener, PhaseListener):
         self._compiler.step_ended()
         self.warmup_done += 1
         self._last_iteration = self.marker.iterations
-        # A long recording meets the next rollout anyway.
+        # A long recording reaches the next rollout anyway.
         waits = self._makes_rollouts and self.num_steps < MAX_WAITING_STEPS
         waits = waits and self.warmup_done < self.num_warmup + MAX_WAITING_STEPS
         if self.warmup_done >= self.num_warmup and not waits:
@@ -351,7 +351,7 @@ class Watch(StepListener, PhaseListener):
         return self.marker.iterations > 0 and self.boundary != "explicit"
 
     def call_begins(self, module: torch.nn.Module) -> None:
-        """The first call after an update opens the next iteration: the recording begins with it."""
+        """Start recording at the first call after an update, which begins the next iteration."""
         if self._light:
             if self._makes_rollouts and self.warmup_done >= self.num_warmup:
                 self._leave_light(late=False)
@@ -377,7 +377,7 @@ class Watch(StepListener, PhaseListener):
             self.recorder.on_context_lost(caller)
 
     def _end_iteration(self) -> None:
-        """The iteration under way has been timed as far as it will be."""
+        """End the timing of the current iteration."""
         iteration = self.iteration_clock.iteration
         self.iteration_clock.running = False
         if iteration is not None:
@@ -391,7 +391,7 @@ class Watch(StepListener, PhaseListener):
         return original(*args, **kwargs)
 
     def _end_later_step(self, now: float) -> None:
-        """A step after the recorded ones: the first one's time is the step's time."""
+        """Handle a step after the recorded ones: the time of the first one is the step time."""
         self._compiler.step_ended()
         if self._clock_waits:
             self._clock_waits = False
@@ -434,14 +434,14 @@ class Watch(StepListener, PhaseListener):
                 del state.unused[storage]
 
     def _scan_objects(self) -> None:
-        """Optimizers that step only now and then hold their parameters all the same; loaders have workers."""
+        """Find optimizers, including those that step only occasionally, and loaders with workers."""
         self._scanned = True
         held, has_workers = torch_hooks.scan_objects()
         self.recorder.held |= held
         if has_workers:
-            self.recorder.note("worker", "", "a DataLoader runs workers: what they compute is not seen")
+            self.recorder.note("worker", "", "a DataLoader runs workers: their work is not recorded")
 
-    # What cannot be seen
+    # Work that a recording cannot see
 
     def _on_graph_replay(self, where: str) -> None:
         self.recorder.note("cuda-graph", where, "a CUDA graph was replayed: its kernels have no Python lines")
@@ -465,18 +465,20 @@ class Watch(StepListener, PhaseListener):
                 self.num_warmup = self.warmup_done = 0
                 self.steps.append(state.close())
         if not self.steps and not self._light:
-            # Too short for a warm-up, or stopped before the first whole step: better this than nothing.
+            # Too short for a warm-up, or stopped before the first complete step: use the partial step.
             partial = self._dropped
             if partial is None and not completed and state.num_ops:
                 partial = state.close()
                 self.recorder.note(
-                    "dropped", "", "the run stopped inside its first recorded step: findings are of that part"
+                    "dropped",
+                    "",
+                    "the run stopped inside its first recorded step: findings cover that part only",
                 )
             if partial is not None:
                 self.num_warmup = self.warmup_done = 0
                 self.steps.append(partial)
         if torch_hooks.triton_entries() > self._jit_entries:
-            self.recorder.note("triton", "", "Triton kernels were launched directly: they are not seen")
+            self.recorder.note("triton", "", "Triton kernels were launched directly: they are not recorded")
         state.churn.settle(last=True)
         self.recorder.survivors.settle()
         state.reset()
@@ -486,7 +488,7 @@ class Watch(StepListener, PhaseListener):
         cost.measure_half_rates([record for record in self.steps if record.hits is None])
 
     def findings(self) -> Findings:
-        """The findings so far, the most expensive first; printed, one line each."""
+        """Return the findings so far, most expensive first; the list prints one line each."""
         if self._findings is not None and self._stackless:
             return self._findings
         eager_findings = rules.find(self.steps, self.limits)
@@ -508,8 +510,8 @@ class Watch(StepListener, PhaseListener):
     def step_seconds(self) -> float | None:
         """Seconds of an unrecorded step; None when none was timed.
 
-        The first step of a run pays for what happens once (threads, allocations, lazy imports). When it took
-        longer than a recorded one, the recorded one's time is the better bound: `step_is_bound` says so.
+        The first step of a run includes one-time work (threads, allocations, lazy imports). If it takes
+        longer than a recorded step, the recorded time is the better bound; `step_is_bound` is then True.
         """
         if self._measured_seconds is None or self._longest_possible is None or self._makes_rollouts:
             return self._measured_seconds
@@ -521,23 +523,23 @@ class Watch(StepListener, PhaseListener):
 
     @property
     def waited_seconds(self) -> float:
-        """How long the timed step or iteration stood still because other processes held the cores."""
+        """Seconds that the timed step or iteration waited because other processes occupied the cores."""
         return self._timed.end.waited - self._timed.start.waited if self._timed is not None else 0.0
 
     @property
     def iterations(self) -> int | None:
-        """How many rollouts the recorded steps belong to; None when no rollout was seen."""
+        """The number of rollouts that the recorded steps belong to; None if there were none."""
         return len(self._iterations) if self.marker.iterations else None
 
     @property
     def iteration_seconds(self) -> float | None:
-        """Seconds of an unrecorded iteration: a rollout and its updates; None where none was timed."""
+        """Seconds of an unrecorded iteration, a rollout and its updates; None if none was timed."""
         iteration = self.iteration_clock.iteration
         return iteration.end.time - iteration.start.time if iteration is not None else None
 
     @property
     def phases(self) -> list[PhaseTotal]:
-        """Rollout, scoring, update and the rest; empty for a script that only makes updates."""
+        """Rollout, scoring, update and the rest; empty for a script without rollouts."""
         timed = self.iteration_clock.iteration if self._makes_rollouts else self._timed
         whole = timed if timed is not None and timed.end > timed.start else None
         return iteration_times.totals(self.marker.phases.marks, whole, self._recorded, self._makes_rollouts)
@@ -548,7 +550,7 @@ class Watch(StepListener, PhaseListener):
 
     @property
     def not_seen(self) -> list[dict[str, str]]:
-        """What the step contains that a recording cannot see."""
+        """Parts of the step that a recording cannot see."""
         return [{"kind": k, "where": w, "note": text} for (k, w), text in sorted(self.recorder.notes.items())]
 
 

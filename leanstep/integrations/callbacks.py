@@ -1,12 +1,12 @@
-"""A few steps of a running training recorded, the worst lines printed once, three figures logged; then off.
+"""Record a few steps of a running training, print the worst lines once, log three figures, then stop.
 
     Trainer(..., callbacks=[LeanstepCallback()])              # transformers, TRL
     lightning.Trainer(..., callbacks=[LeanstepLightning()])   # Lightning
     for batch in recorded(loader, log=wandb.log):             # a loop of your own
 
 The figures go where the trainer logs (TensorBoard, W&B, MLflow ...): `leanstep/host_reads` per step,
-`leanstep/wasted_ms` per step as `leanstep diagnose` prices it, and `leanstep/mfu` where the device's peak is
-known. Recording changes no number. The two classes are made when they are asked for: neither package is
+`leanstep/wasted_ms` per step as `leanstep diagnose` estimates it, and `leanstep/mfu` where the device's peak
+is known. Recording changes no number. The two classes are created on first access: neither package is
 imported before.
 """
 
@@ -36,10 +36,10 @@ class StepReport:
 
     Args:
         steps: how many to record; the step after them is timed at full speed.
-        warmup: how many to let pass first.
+        warmup: how many to skip first.
         top: how many entries to print.
         log: called once with {"leanstep/host_reads": ..., ...}.
-        show: called once with the text; `print` without it. On other ranks than the first nothing is shown.
+        show: called once with the text; default: `print`. Only the first rank shows anything.
         device: a key of `leanstep rehearse --device`, whose published peaks the products are held against;
             without it the GPU at hand, where the table knows it by its exact name.
         peak_flops: FLOP/s of a device that is not in that table.
@@ -78,12 +78,12 @@ class StepReport:
         self.findings: list[Finding] = []
 
     def begin(self) -> None:
-        """The loop begins."""
+        """Start with the loop."""
         if not self.num_warmup:
             self._start()
 
     def step(self) -> None:
-        """One training step is over, its optimizer included."""
+        """Record the end of one training step, including its optimizer."""
         self._seen += 1
         if self._running:
             timed = self.watch.finished
@@ -105,7 +105,8 @@ class StepReport:
         try:
             self.watch.__enter__()
         except RuntimeError:
-            # Under `leanstep diagnose`, or beside another report: that one records, the training goes on.
+            # Under `leanstep diagnose`, or with another report active: that one records, the training
+            # continues.
             self.done = True
             self._show("leanstep: another recording is already running; this one is off")
             return
@@ -113,13 +114,13 @@ class StepReport:
         self.watch.warmup_done = self._seen
 
     def abandon(self) -> None:
-        """The loop failed: leave everything as it was, report nothing."""
+        """Stop after a failed loop: restore everything, report nothing."""
         if self._running:
             self._running, self.done = False, True
             self.watch.__exit__(*sys.exc_info())
 
     def close(self) -> None:
-        """Leave the recording and report; the second call does nothing."""
+        """Stop the recording and report; a second call does nothing."""
         if self.done:
             return
         self.done = True
@@ -146,15 +147,15 @@ class StepReport:
         reads = sum(f.count for f in self.findings if f.rule == "host-sync")
         wasted = sum(f.seconds or 0.0 for f in self.findings)
         if self.watch.recorder.accelerator:
-            # What a read costs is assumed, and only where there is a device to wait for.
+            # The cost of a read is assumed, and only counts where there is a device to wait for.
             wasted += sum(sum(f.seconds_range) / 2 for f in self.findings if f.seconds_range)
         if self.watch.step_seconds:
-            # Two findings may price the same time: never more than the step.
+            # Two findings may count the same time: never report more than the step.
             wasted = min(wasted, self.watch.step_seconds)
         return {"leanstep/host_reads": float(reads), "leanstep/wasted_ms": 1e3 * wasted}
 
     def _utilisation(self) -> str:
-        """A line on the MFU, with `leanstep/mfu` put to the figures; empty where no peak is known."""
+        """Return a line on the MFU and add `leanstep/mfu` to the figures; empty if no peak is known."""
         device = self._device or (_device_at_hand() if self.watch.recorder.accelerator else None)
         if self.step_seconds is None or (device is None and self._peak_flops is None):
             return ""
@@ -179,7 +180,7 @@ class StepReport:
 
 
 def recorded(batches: Iterable[Any], *, steps: int = 3, warmup: int = 2, **options: Any) -> Iterator[Any]:
-    """The batches of a loop, one training step each: a few steps are recorded and reported on the way.
+    """Yield the batches of a loop, one training step each; a few steps are recorded and reported.
 
         for batch in recorded(loader, log=wandb.log):
             train_step(batch)
@@ -194,7 +195,7 @@ def recorded(batches: Iterable[Any], *, steps: int = 3, warmup: int = 2, **optio
             yield batch
             report.step()
     except GeneratorExit:
-        # The loop was left early: the step it was in is not whole, those before it are.
+        # The loop ended early: its last step is incomplete, earlier ones are complete.
         report.close()
         raise
     except BaseException:
@@ -216,10 +217,10 @@ def _transformers_callback() -> type:
             self._trainer: Any = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # transformers hands a callback everything but its trainer.
+            # transformers passes a callback everything but its trainer.
             self._trainer = _caller(Trainer)
             if self._trainer is not None:
-                # Reporters read the logs in the order of this list: first come the figures.
+                # Reporters read the logs in the order of this list: the figures must come first.
                 callbacks = self._trainer.callback_handler.callbacks
                 callbacks.remove(self)
                 callbacks.insert(0, self)
@@ -236,7 +237,7 @@ def _transformers_callback() -> type:
                 return
             if "train_runtime" in logs:
                 self.report.close()
-            # With the trainer's next own log: one more would change what its averages are over.
+            # Added to the trainer's next log: an additional log would change the range of its averages.
             if self.report.scalars and not self._logged:
                 self._logged = True
                 logs.update(self.report.scalars)
@@ -278,7 +279,7 @@ def _lightning_callback() -> type:
             self.report.begin()
 
         def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            # Batches whose gradients are only accumulated end no step.
+            # Batches that only accumulate gradients do not end a step.
             if trainer.global_step != self._steps_before:
                 self._steps_before = trainer.global_step
                 self.report.step()
@@ -300,7 +301,7 @@ def _lightning_callback() -> type:
     return _named(LeanstepLightning)
 
 
-# The classes by name, made at the first look.
+# The classes by name, created on first access.
 _MADE = {"LeanstepCallback": _transformers_callback, "LeanstepLightning": _lightning_callback}
 
 
@@ -311,13 +312,13 @@ def __getattr__(name: str) -> Any:
 
 
 def _named(kind: type) -> type:
-    """Found under its module again, for pickle and for messages."""
+    """Set the class's module and name, for pickle and messages."""
     kind.__module__, kind.__qualname__ = __name__, kind.__name__
     return kind
 
 
 def _caller(kind: type) -> Any:
-    """The nearest object on the stack, among those whose methods are running, that is a `kind`."""
+    """Return the nearest `kind` on the stack whose method is running."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -328,7 +329,7 @@ def _caller(kind: type) -> Any:
 
 
 def _leave_on_error(trainer: Any, report: StepReport) -> None:
-    """transformers tells no callback that a step raised; a caught error must leave no recording behind."""
+    """Stop recording if a step raises: transformers does not tell callbacks, and the error may be caught."""
     stock = trainer.training_step
 
     @functools.wraps(stock)
@@ -343,19 +344,19 @@ def _leave_on_error(trainer: Any, report: StepReport) -> None:
 
 
 def _wait_for_device() -> None:
-    """A step's time on a GPU is that of its kernels: twice in a run the host waits for them."""
+    """Synchronise, so that a step's time on a GPU includes its kernels; done twice per run."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def _device_at_hand() -> Device | None:
-    """The table's entry of this GPU, by its exact name: a sibling's peak would be another one."""
+    """Return this GPU's entry in the table, by its exact name: related models have other peaks."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((device for device in DEVICES.values() if device.name == name), None)
 
 
 def _peaks(device: Device | None) -> Callable[[str], float]:
-    """FLOP/s by operand type: float32 on the matrix units where torch may use them so."""
+    """Return FLOP/s by operand type: float32 on the matrix units where torch may use them."""
     assert device is not None
 
     def peak(dtype: str) -> float:

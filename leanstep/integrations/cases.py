@@ -1,7 +1,7 @@
 """Whole trainer steps, stock against leanstep: `grpo-step` (TRL) and `sft-step` (transformers).
 
-The model is a small random Qwen2 with a tied head and a realistic vocabulary; what is measured is the real
-trainer's own loss function and backward on a fixed batch. Parameters are part of the workload, so every row
+The model is a small random Qwen2 with a tied head and a realistic vocabulary. The benchmark runs the real
+trainer's loss function and backward on a fixed batch. Parameters are part of the workload, so every row
 starts from the same bits.
 """
 
@@ -33,7 +33,7 @@ SIZES = {
 
 
 def make(params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Workload:
-    """Random parameters, left-padded prompts and ragged completions with group-normalised advantages."""
+    """Draw random parameters, left-padded prompts, ragged completions, group-normalised advantages."""
     model = _model(dict(params), torch.float32)
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -72,7 +72,7 @@ def _model(constants: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _loaded_model(workload: Workload) -> Any:
-    """The model on the workload's own parameters, not copied: a step that writes to them is found out."""
+    """Build the model on the workload's parameters, not copies: a step that writes to them is detected."""
     dtype = workload.tensors["advantages"].dtype
     model = _model(workload.constants, dtype)
     for name, parameter in model.named_parameters():
@@ -85,13 +85,13 @@ def _gradients(model: Any, loss: Tensor) -> Outputs:
     outputs: Outputs = {"loss": loss.detach()}
     for name, parameter in model.named_parameters():
         outputs[f"grad:{name}"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        # What is returned belongs to the caller: the next call starts without gradients.
+        # The caller owns the results: the next call starts without gradients.
         parameter.grad = None
     return outputs
 
 
 def _trainer(model: Any, vocab: int) -> Any:
-    """A real GRPOTrainer around the model; its data set and rewards are never used here."""
+    """Return a real GRPOTrainer around the model; its data set and rewards are never used here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from datasets import Dataset
@@ -154,7 +154,7 @@ def _grpo(head: Any) -> Any:
 
 
 def _stock_head(trainer: Any) -> None:
-    """Leave the trainer as TRL made it."""
+    """Return the trainer as TRL built it."""
 
 
 def _lean_head(trainer: Any) -> None:
@@ -164,7 +164,7 @@ def _lean_head(trainer: Any) -> None:
 
 
 def _full_logits_head(trainer: Any) -> None:
-    """Answer TRL's fused calls from the whole [B, T, V] logits in the model's dtype: the fp64 truth."""
+    """Compute TRL's fused calls from the whole [B, T, V] logits in the model's dtype: the fp64 reference."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     model, stock = trainer.model, trainer.model.forward
@@ -210,7 +210,7 @@ def _lean_loss(model: Any) -> Any:
 
 
 def _full_logits_loss(model: Any) -> Any:
-    """The same mean over labelled tokens without transformers' cast of the logits to fp32."""
+    """Return the mean over labelled tokens without transformers' cast of the logits to fp32."""
 
     def loss_of(model: Any, batch: dict[str, Tensor], labels: Tensor) -> Tensor:
         logits = model(**batch).logits[:, :-1].flatten(0, 1)
@@ -220,7 +220,7 @@ def _full_logits_loss(model: Any) -> Any:
 
 
 def _limit(workload: Workload) -> Step:
-    """Backbone forward and backward, and the three head GEMMs on completion rows, tile by tile."""
+    """Run the backbone's forward and backward, and the three head GEMMs on completion rows, tile by tile."""
     model = _loaded_model(workload)
     batch = {
         "input_ids": workload.tensors["ids"],

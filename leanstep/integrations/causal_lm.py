@@ -28,12 +28,12 @@ from leanstep.logprob.padded import PaddedRows
 
 IGNORED = -100
 _CHECKED = "_leanstep_head_is_checked"
-_UNKNOWN_ROUTER = "model: the auxiliary loss of {}'s router is not one leanstep knows"
+_UNKNOWN_ROUTER = "model: leanstep does not support the auxiliary loss of {}'s router"
 
 
 @dataclass(frozen=True)
 class CausalHead:
-    """A linear layer, perhaps with a LoRA adapter; `scale` multiplies its output, `softcap` follows."""
+    """A linear layer, optionally with a LoRA adapter; `scale` multiplies its output, `softcap` follows."""
 
     layer: nn.Module
     scale: float
@@ -45,7 +45,7 @@ class LabelScores:
     """Per-position results, zero where the label is ignored. `mask` says where it is not.
 
     mean_logits: over the vocabulary. is_top1: the label is the likeliest token. log_sum_sq_probs: log of
-    sum p^2. These have no gradient and are None unless asked for.
+    sum p^2. These have no gradient and are None unless requested.
     """
 
     logp: Tensor
@@ -57,7 +57,7 @@ class LabelScores:
 
 
 def causal_head(model: nn.Module) -> CausalHead:
-    """The head that is active now, with scaling and softcap from the config.
+    """Return the active head, with scaling and softcap from the config.
 
     Raises:
         ValueError: for a head that leanstep cannot express.
@@ -77,7 +77,7 @@ def causal_head(model: nn.Module) -> CausalHead:
 
 
 def _scale(config: Any) -> float:
-    """The factor on the logits, under the names that model families give it."""
+    """Return the factor on the logits; its name depends on the model family."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if getattr(config, name, None) is not None:
             return float(getattr(config, name))
@@ -105,17 +105,17 @@ def model_logprobs(
         logits = model(input_ids, **inputs).logits[:, :-1].float() / temperature
         logp = torch.log_softmax(logits, -1).gather(-1, input_ids[:, 1:, None])[..., 0] * mask[:, 1:]
 
-    The model runs as usual, with its wrappers (DDP, FSDP, DeepSpeed, PEFT), checkpointing and autocast; in
-    place of its head runs `masked_token_logprobs` on the rows that the mask chooses. Under `torch.no_grad()`
-    this gives old and reference log-probs.
+    The model runs as usual, with its wrappers (DDP, FSDP, DeepSpeed, PEFT), checkpointing and autocast; only
+    the head is replaced by `masked_token_logprobs` on the rows that the mask selects. Under `torch.no_grad()`
+    this computes old and reference log-probs.
 
     Args:
         model: a causal LM of transformers, or a wrapper around one.
         input_ids: [B, T], padded on either side.
         mask: bool or 0 and 1: [B, T] or [B, T - 1], or [B, K] of the last K tokens. None: every token counts.
         temperature, entropy, max_rows: as in `masked_token_logprobs`.
-        targets: [B, T], scored in place of `input_ids`: labels, for example.
-        logits_to_keep: as the model takes it: only the last `logits_to_keep` - 1 tokens count.
+        targets: [B, T], scored instead of `input_ids`: labels, for example.
+        logits_to_keep: as in the model's forward: only the last `logits_to_keep` - 1 tokens count.
         inputs: of the model: attention_mask, position_ids, use_cache ...
 
     Returns:
@@ -145,7 +145,7 @@ def model_logprobs(
         with torch.autocast(hidden.device.type, enabled=False):
             scored = rows.score(hidden, head.layer, entropy, temperature, transform, None)
         results.append(scored)
-        # In the place of logits, so that wrappers find every parameter in the graph of the model's output.
+        # Returned as logits, so that wrappers find every parameter in the graph of the model's output.
         return scored[0].unsqueeze(-1) if isinstance(scored, tuple) else scored.unsqueeze(-1)
 
     with _replaced_forward(head.layer, scores):
@@ -159,8 +159,8 @@ def model_logprobs(
 
 
 def _causal_model(model: Any) -> Any:
-    """The causal LM inside DDP, FSDP, DeepSpeed, torch.compile and PEFT."""
-    # Wrappers hand on the attributes of what they hold, so unwrap first and ask then.
+    """Return the causal LM inside DDP, FSDP, DeepSpeed, torch.compile and PEFT wrappers."""
+    # Wrappers forward the attributes of the wrapped model, so unwrap before checking.
     for name in ("module", "_orig_mod") * 2:
         inner = getattr(model, name, None)
         model = inner if isinstance(inner, nn.Module) else model
@@ -172,7 +172,7 @@ def _causal_model(model: Any) -> Any:
 
 @contextmanager
 def _replaced_forward(layer: nn.Module, forward: Any) -> Iterator[None]:
-    """The layer's hooks still run, so that a sharded weight is gathered around `forward`."""
+    """Replace the layer's forward; its hooks still run, so that a sharded weight is gathered around it."""
     own = layer.__dict__.get("forward")
     layer.forward = forward
     try:
@@ -195,7 +195,7 @@ def score_labels(
     temperature: float = 1.0,
     in_fp32: bool = False,
 ) -> LabelScores:
-    """Log-prob (and entropy) of every label that is not ignored; only those rows meet the head.
+    """Return the log-prob (and entropy) of every label that is not ignored; only those rows reach the head.
 
     Args:
         hidden: [B, T, D], the backbone's last hidden state.
@@ -291,13 +291,13 @@ def _more_outputs(
 
 
 def router_loss(model: nn.Module, outputs: Any, attention_mask: Tensor | None) -> Tensor:
-    """The load-balancing loss of a mixture of experts, unweighted, by the model family's own function.
+    """Return the unweighted load-balancing loss of a mixture of experts, by the model family's own function.
 
     Args:
         outputs: the backbone's, with `router_logits`.
 
     Raises:
-        ValueError: for a family that keeps it elsewhere.
+        ValueError: for a family that defines it elsewhere.
     """
     function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     experts = [getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok")]
@@ -353,7 +353,7 @@ def check_head(model: nn.Module) -> None:
     """
     parameter = next(model.parameters())
     if parameter.device.type == "meta" or type(parameter.data) is not Tensor:
-        # Sharded or not yet there: nothing to compare with.
+        # Sharded or not materialised yet: nothing to compare with.
         return
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr]
     ids = (torch.arange(3, device=parameter.device) % vocabulary)[None]

@@ -1,4 +1,5 @@
-"""MegaContext: its lens loss by `leanstep.lens`, on its own working contexts, LensNet and configuration.
+"""MegaContext: compute its lens loss with `leanstep.lens`, on its own working contexts, LensNet and
+configuration.
 
     import mc.runtime
     from leanstep.integrations.megacontext import apply_leanstep
@@ -35,7 +36,7 @@ USED = ("_stack_working_contexts", "_run_lensnet_batched", "_batch_variant_score
 
 
 def apply_leanstep(runtime: Any) -> Any:
-    """Replace the lens loss of MegaContext; returns `runtime`.
+    """Replace the lens loss of MegaContext and return `runtime`.
 
     Args:
         runtime: the module `mc.runtime`, its class `MCController`, or one controller.
@@ -108,7 +109,7 @@ def read_metrics(controller: Any) -> dict[str, float]:
 def make_batch(
     batch_states: Sequence[Any], config: LensConfig, pos: Tensor, lod: Tensor, valid: Tensor | None
 ) -> LensBatch:
-    """Upstream's variants with their losses; built where the contexts are, nothing is read."""
+    """Return upstream's variants with their losses, built on the contexts' device without host reads."""
     counts = tuple(len(sample.variants) for sample in batch_states)
     return LensBatch.from_tensors(
         pos,
@@ -122,7 +123,7 @@ def make_batch(
 
 
 def lens_batch(controller: Any, batch_states: Sequence[Any]) -> tuple[LensBatch, dict[str, Tensor]]:
-    """The batch of a micro-step and LensNet's keyword inputs, for `AsyncLens` and `ContextCache`."""
+    """Return the batch of a micro-step and LensNet's keyword inputs, for `AsyncLens` and `ContextCache`."""
     variants = [variant for sample in batch_states for variant in sample.variants]
     inputs, lengths = stack_contexts(controller, variants)
     pos, lod = inputs["positions"], inputs["lods"]
@@ -139,7 +140,7 @@ def left_padded(lengths: Sequence[int], pos: Tensor) -> Tensor | None:
 
 
 def lens_config(controller: Any) -> LensConfig:
-    """Upstream's settings as a `LensConfig`.
+    """Return upstream's settings as a `LensConfig`.
 
     `lens_kl_weight` is not among them: upstream stores a context's scores before it compares them with the
     stored ones, so its term is 0 with gradient 0.
@@ -191,7 +192,7 @@ def _lens_config(
 
 
 def draw_pair_order(controller: Any, scored: Sequence[Sequence[bool]], config: LensConfig) -> list[int]:
-    """The order in which upstream visits the P pairs; empty when no sample has two losses.
+    """Return the order in which upstream visits the P pairs; empty if no sample has two losses.
 
     Upstream shuffles each sample's pairs with the controller's generator, which also draws later variants:
     the draws happen here whether or not the order matters.
@@ -210,7 +211,7 @@ def draw_pair_order(controller: Any, scored: Sequence[Sequence[bool]], config: L
 
 
 def count_pairs(num_scored: int, config: LensConfig) -> int:
-    """Pairs of a sample with so many losses, as `build_pairs` makes them."""
+    """Return the pairs of a sample with this many losses, as `build_pairs` builds them."""
     if num_scored < 2:
         return 0
     primary = num_scored - 1
@@ -221,7 +222,7 @@ def count_pairs(num_scored: int, config: LensConfig) -> int:
 
 
 def score_contexts(controller: Any, variants: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """LensNet's scores, positions, LODs and real cells (None = all) of all contexts, [V, W] each.
+    """Return LensNet's scores, positions, LODs and real cells (None = all) of all contexts, [V, W] each.
 
     As upstream does, contexts that have scores keep them (without a gradient) and the others are scored in
     one call; every variant has its `policy_scores` afterwards.
@@ -250,7 +251,7 @@ def score_contexts(controller: Any, variants: Sequence[Any]) -> tuple[Tensor, Te
 
 
 def stack_contexts(controller: Any, variants: Sequence[Any]) -> tuple[dict[str, Tensor], list[int]]:
-    """LensNet's inputs: `_stack_working_contexts`, in five copies when all contexts are equally long."""
+    """Return LensNet's inputs: `_stack_working_contexts`, in five copies if all contexts are equally long."""
     contexts = [variant.working_context for variant in variants]
     lengths = [wc.length for wc in contexts]
     if min(lengths) != max(lengths):
@@ -270,7 +271,7 @@ def stack_contexts(controller: Any, variants: Sequence[Any]) -> tuple[dict[str, 
 
 @torch.no_grad()
 def loss_table(batch_states: Sequence[Any], device: torch.device) -> Tensor:
-    """[B, C] float64 token losses, NaN where a variant has none; nothing is read."""
+    """Return [B, C] float64 token losses, NaN where a variant has none, without host reads."""
     losses = [[variant.token_loss_value for variant in sample.variants] for sample in batch_states]
     width = max(len(row) for row in losses)
     known = [loss for row in losses for loss in row if loss is not None]
@@ -284,7 +285,7 @@ def loss_table(batch_states: Sequence[Any], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def read_telemetry(controller: Any, metrics: LensMetrics, valid: Tensor | None) -> None:
-    """What upstream keeps of a call, in one read: agreement, span correlation, score statistics, EMA."""
+    """Store upstream's telemetry in one read: agreement, span correlation, score statistics, EMA."""
     absolute, spread = score_statistics(metrics.scores.float(), valid)
     sums, delta, score_abs, score_std, ema = read_together(
         metrics.target_sums(), metrics.pairs.delta, absolute, spread, metrics.state
@@ -303,7 +304,7 @@ def read_telemetry(controller: Any, metrics: LensMetrics, valid: Tensor | None) 
 
 
 def read_together(*tensors: Tensor) -> list[np.ndarray]:
-    """The tensors' values on the host, in one transfer."""
+    """Return the tensors' values on the host, in one transfer."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [tensor.numpy() for tensor in tensors]
     joined = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).cpu().numpy()
@@ -313,7 +314,8 @@ def read_together(*tensors: Tensor) -> list[np.ndarray]:
 
 
 def span_correlation(sums: np.ndarray, target: np.ndarray) -> float | None:
-    """Pearson correlation of scores with targets over all entries that have one; None when undefined.
+    """Return the Pearson correlation of scores with targets over all entries that have one; None if
+    undefined.
 
     Args:
         sums: [P, 9] of `LensMetrics.target_sums`.
@@ -326,14 +328,14 @@ def span_correlation(sums: np.ndarray, target: np.ndarray) -> float | None:
         return None
     sum_t, square_t = target @ balance, target**2 @ num_masked
     spread_x, spread_t = square_x - sum_x**2 / count, square_t - sum_t**2 / count
-    # What rounding leaves of a constant column is not variation.
+    # Rounding noise in a constant column is not variation.
     if spread_x <= 1e-13 * square_x or spread_t <= 1e-13 * square_t:
         return None
     return float((target @ aligned - sum_x * sum_t / count) / (spread_x * spread_t) ** 0.5)
 
 
 def score_statistics(scores: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean over contexts of mean |score| and of the population standard deviation."""
+    """Return the means over contexts of mean |score| and of the population standard deviation."""
     if valid is None:
         deviation = scores - scores.mean(1, keepdim=True)
         return scores.abs().mean(), torch.linalg.vector_norm(deviation, dim=1).mean() / scores.shape[1] ** 0.5

@@ -22,7 +22,7 @@ from leanstep.logprob.parallel import resolve_group
 from leanstep.logprob.rows import RowPlan
 
 TESTED = ("0.16",)
-# Of each sequence: what a model does to its output, it does to every row.
+# Rows checked per sequence: a model that changes its output changes every row.
 CHECKED_ROWS = 64
 
 require_version("megatron-core", ("0",))
@@ -36,19 +36,19 @@ def require_tested(*, allow_untested: bool = False) -> None:
 
 
 def tensor_parallel_group() -> Any:
-    """Megatron's tensor-parallel group, or None when it is not initialised (one rank)."""
+    """Return Megatron's tensor-parallel group, or None if it is not initialised (one rank)."""
     if not parallel_state.model_parallel_is_initialized():
         return None
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def apply_leanstep(output_layer: Any, *, allow_untested: bool = False) -> Any:
-    """Give a Megatron output layer a method `logprobs(hidden, targets, ...)`; returns the layer.
+    """Add a method `logprobs(hidden, targets, ...)` to a Megatron output layer and return the layer.
 
-    The method is `output_layer_logprobs` of this layer; its forward is left alone.
+    The method is `output_layer_logprobs` of this layer; its forward is unchanged.
 
     Raises:
-        UnknownVersion, ValueError: what is not supported is refused here, before the first step.
+        UnknownVersion, ValueError: for anything unsupported, before the first step.
     """
     require_tested(allow_untested=allow_untested)
     _check_layer(output_layer)
@@ -68,7 +68,7 @@ def vocab_parallel_logprobs(
     allow_untested: bool = False,
     **options: Any,
 ) -> LogProbs:
-    """`token_logprobs` on this rank's [N, V / TP] logits; Megatron's padded columns are left out.
+    """`token_logprobs` on this rank's [N, V / TP] logits; Megatron's padded columns are excluded.
 
     Args:
         logits: this rank's columns, as `ColumnParallelLinear(gather_output=False)` returns them.
@@ -119,10 +119,10 @@ def output_layer_logprobs(
 
 
 class HiddenOutput:
-    """Makes an output layer return its input; whoever computes the loss calls `logprobs` instead.
+    """Makes an output layer return its input; the code that computes the loss calls `logprobs` instead.
 
-    The layer stays a module that the model calls, so hooks on its forward, those that gather parameters for
-    instance, run before its weight is read. A call that asks for gathered logits gets the stock projection.
+    The model still calls the layer as a module, so hooks on its forward, such as those that gather
+    parameters, run before its weight is read. A call that requests gathered logits uses the stock projection.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -143,7 +143,7 @@ class HiddenOutput:
         runtime_gather_output: bool | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """What the model calls in place of the projection."""
+        """Return the input; the model calls this instead of the projection."""
         if runtime_gather_output:
             return self._project(input_, weight=weight, runtime_gather_output=True, **options)
         self._weight = self.layer.weight if weight is None else weight
@@ -152,15 +152,15 @@ class HiddenOutput:
         return input_, None
 
     def num_rows(self, local_rows: int) -> int:
-        """Rows of the micro-batch; sequence parallelism leaves each rank a part of them."""
+        """Return the rows of the micro-batch; under sequence parallelism each rank has a part of them."""
         group = resolve_group(tensor_parallel_group())
         return local_rows if group is None or not self.layer.sequence_parallel else local_rows * group.size()
 
     def check(self, output: Tensor) -> None:
-        """Refuse a model that changes what its output layer returns, by a softcap for instance; checks once.
+        """Refuse a model that changes its output layer's result, for instance by a softcap; checks once.
 
         Args:
-            output: what the model returned, [B, S, D].
+            output: the model's result, [B, S, D].
         """
         if self._is_checked:
             return
@@ -182,14 +182,14 @@ class HiddenOutput:
         """
         assert self._weight is not None
         rows = plan.rows_host if self.layer.sequence_parallel else plan.rows
-        # Megatron returns fp32 outputs; back to the weight's dtype nothing is lost.
+        # Megatron returns fp32 outputs; casting back to the weight's dtype loses nothing.
         hidden = hidden.to(self._weight.dtype)
         options = {"weight": self._weight, "rows": rows, "allow_untested": True, **options}
         return output_layer_logprobs(hidden, self.layer, targets, **options)
 
 
 def find_output_layer(model: Any) -> Any:
-    """The model's output layer, or None on a pipeline stage that has none."""
+    """Return the model's output layer, or None on a pipeline stage without one."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     layers = [module for name, module in model.named_modules() if name.split(".")[-1] == "output_layer"]

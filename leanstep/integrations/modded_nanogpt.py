@@ -1,10 +1,10 @@
-"""modded-nanogpt: leanstep's pieces under upstream's names and in its argument order.
+"""modded-nanogpt: leanstep's functions with upstream's names and argument order.
 
     -from triton_kernels import XXT, XTX, ba_plus_cAA, transpose_add, transpose_copy
     +from leanstep.integrations.modded_nanogpt import XXT, XTX, ba_plus_cAA, transpose_add, transpose_copy
 
-`polar_express` replaces the compiled function of that name in train_gpt.py, `unbind_bank` the lines that take
-weights out of a bank. All of them trace under `torch.compile(fullgraph=True)`. On a CPU, where upstream's
+`polar_express` replaces the compiled function of that name in train_gpt.py, `unbind_bank` the lines that read
+weights from a bank. All of them trace under `torch.compile(fullgraph=True)`. On a CPU, where upstream's
 kernels do not run, the same calls use torch. docs/modded_nanogpt.md has the figures.
 """
 
@@ -47,7 +47,7 @@ def ba_plus_cAA(A: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
 def polar_express(
     grad_chunk: Tensor, momentum_buffer: Tensor, momentum_t: Tensor, split_baddbmm: bool = False
 ) -> Tensor:
-    """Nesterov momentum, then the polar factor of the update, on wide and tall matrices alike.
+    """Apply Nesterov momentum, then compute the polar factor of the update, for wide and tall matrices.
 
     Equivalent to:
         momentum_buffer.lerp_(grad_chunk, 1 - momentum_t)
@@ -57,7 +57,7 @@ def polar_express(
     Args:
         grad_chunk: [R, C] or [B, R, C] float32; holds the update afterwards, as upstream's does.
         momentum_buffer: like `grad_chunk`, advanced in place.
-        momentum_t: 0-d tensor on the CPU, so that a new value is no recompilation.
+        momentum_t: 0-d tensor on the CPU, so that a new value does not trigger recompilation.
         split_baddbmm: accepted and ignored: which products are split is leanstep's choice.
 
     Returns:

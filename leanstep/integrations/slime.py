@@ -1,4 +1,4 @@
-"""slime, and its fork miles: log-probs and entropy by leanstep, switched on by flags of the training script.
+"""slime and its fork miles: log-probs and entropy with leanstep, enabled by flags of the training script.
 
 In train.py (or train_async.py), one line:
 
@@ -46,7 +46,7 @@ HOOK = "leanstep.integrations.slime.apply_leanstep"
 
 
 class _Trainer(NamedTuple):
-    """Where a trainer keeps what is replaced."""
+    """Names and modules of a trainer that are replaced."""
 
     package: str
     scoring: str
@@ -71,7 +71,7 @@ TRAINERS = (
 
 
 def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None) -> Namespace:
-    """The trainer's own `parse_args` with leanstep's flags; refuses combinations that are not supported."""
+    """Run the trainer's `parse_args` with leanstep's flags; refuse unsupported combinations."""
     arguments = import_module(f"{_installed_trainer().package}.utils.arguments")
 
     def add_custom(parser: Any) -> Any:
@@ -105,7 +105,7 @@ def add_arguments(parser: Any, arguments: ModuleType) -> None:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuse what the flags cannot be combined with, in one line each."""
+    """Raise a one-line error for options that cannot be combined with the flags."""
     on = functools.partial(_flag, args)
     if on("log_probs_loss_mask_only"):
         if not (on("log_probs_response_only") or on("log_probs_from_hidden")):
@@ -117,7 +117,7 @@ def check_arguments(args: Namespace) -> None:
                 "masked tokens too"
             )
     if _is_on(args) and on("true_on_policy_mode"):
-        raise ValueError("--true-on-policy-mode: needs the trainer's own log-probs; drop leanstep's flags")
+        raise ValueError("--true-on-policy-mode: needs the trainer's own log-probs; remove leanstep's flags")
     if not on("log_probs_from_hidden"):
         return
     refused = {
@@ -131,9 +131,7 @@ def check_arguments(args: Namespace) -> None:
         if on(name):
             raise ValueError(f"--log-probs-from-hidden: expected no --{name.replace('_', '-')}: {reason}")
     if getattr(args, "loss_type", "policy_loss") == "custom_loss":
-        raise ValueError(
-            "--log-probs-from-hidden: expected no --loss-type custom_loss, which is given logits"
-        )
+        raise ValueError("--log-probs-from-hidden: expected no --loss-type custom_loss, which needs logits")
     if getattr(args, "train_backend", "megatron") != "megatron":
         raise ValueError(f"--log-probs-from-hidden: needs the Megatron backend, got {args.train_backend}")
     if getattr(args, "qkv_format", "thd") == "bshd" and on("sequence_parallel"):
@@ -165,7 +163,7 @@ def apply_leanstep(args: Namespace) -> None:
         names = ", ".join(sorted(unknown))
         raise ValueError(f"get_log_probs_and_entropy: unknown parameters of {trainer.package}'s: {names}")
     scorer = Scorer(returns_pair=trainer.package == "slime", from_hidden=_flag(args, "log_probs_from_hidden"))
-    # A method takes no attributes; a partial of it does.
+    # A method cannot have attributes; a partial of it can.
     function = functools.update_wrapper(functools.partial(scorer.get_log_probs_and_entropy), stock)
     _replace(scoring, "get_log_probs_and_entropy", function)
     if _flag(args, "log_probs_loss_mask_only"):
@@ -187,7 +185,7 @@ def _is_on(args: Namespace) -> bool:
 
 
 def _installed_trainer() -> _Trainer:
-    """The trainer whose driver is running, or else the one that is installed."""
+    """Return the trainer whose driver is running, or else the installed one."""
     for is_there in (sys.modules.__contains__, find_spec):
         for trainer in TRAINERS:
             if is_there(trainer.package):
@@ -220,7 +218,7 @@ def _replace(module: ModuleType, name: str, new: Any) -> None:
 
 
 def _with_masks(policy_loss_function: Callable[..., Any], scorer: Scorer) -> Callable[..., Any]:
-    """The policy loss, whose log-probs are computed where the batch's loss masks are 1."""
+    """Return the policy loss with log-probs computed only where the batch's loss masks are 1."""
 
     @functools.wraps(policy_loss_function)
     def masked(args: Namespace, batch: dict[str, Any], logits: Tensor, *others: Any) -> Any:
@@ -234,7 +232,7 @@ def _with_masks(policy_loss_function: Callable[..., Any], scorer: Scorer) -> Cal
 
 
 def _with_hidden_output(get_model_provider_func: Callable[..., Any], scorer: Scorer) -> Callable[..., Any]:
-    """A provider of actors whose output layer returns its input. Critics stay as they are."""
+    """Return a provider of actors whose output layer returns its input. Critics are unchanged."""
 
     @functools.wraps(get_model_provider_func)
     def get_provider(args: Namespace, role: str = "actor", *others: Any) -> Callable[..., Any]:
@@ -259,7 +257,7 @@ def _with_hidden_output(get_model_provider_func: Callable[..., Any], scorer: Sco
 
 
 def _refuse_samples(server: str) -> None:
-    """The teacher's server samples tokens, and scores given ones, from logits: refuse such requests."""
+    """Refuse teacher-server requests that need logits: sampling tokens and scoring label tokens."""
     module = sys.modules.get(server)
     if module is not None and hasattr(module, "get_responses"):
 

@@ -1,6 +1,6 @@
-"""slime's `get_log_probs_and_entropy` by leanstep: from logits, or from the hidden states behind them.
+"""slime's `get_log_probs_and_entropy` with leanstep: from logits, or from hidden states.
 
-Which rows are computed, and where their results go, is a `RowPlan`; slime's arguments are only translated.
+A `RowPlan` says which rows are computed and where their results go; this module translates slime's arguments.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ KNOWN_PARAMETERS = {
 
 @dataclass
 class Scorer:
-    """The function that replaces slime's, with what it has to know besides its arguments.
+    """The function that replaces slime's, with the state it needs besides its arguments.
 
     Attributes:
         returns_pair: slime returns an empty tensor before the results, miles does not.
-        from_hidden: the model's output is hidden states, made by `output`.
+        from_hidden: the model's output is hidden states, produced by `output`.
         output: the output layer of this process (`megatron.HiddenOutput`), set when the model is built.
         loss_masks: of the micro-batch whose policy loss is being computed, else None.
     """
@@ -66,7 +66,7 @@ class Scorer:
         non_loss_data: bool = True,
         **options: Any,
     ) -> Any:
-        """Log-probs, and entropy, of the local response tokens: lists with one tensor per sample.
+        """Return log-probs, and entropy, of the local response tokens: lists with one tensor per sample.
 
         Args:
             logits: [1, T, V / TP] (thd) or [B, S, V / TP] (bshd), not modified; or hidden states, D wide.
@@ -127,7 +127,7 @@ class Scorer:
 
 
 def without_masked_values(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with stored log-probs of 0 wherever the loss mask is 0, as the new ones are there.
+    """Return the batch with stored log-probs of 0 wherever the loss mask is 0, like the new ones.
 
     A stored log-prob below -88 beside a new one of 0 is an infinite ratio, and infinity times 0 is NaN.
     """
@@ -151,7 +151,7 @@ def row_plan(
     device: torch.device | str = "cpu",
     loss_masks: Sequence[Tensor] | None = None,
 ) -> RowPlan:
-    """The rows of this rank that score a response token; with `loss_masks` those whose mask is 1."""
+    """Return this rank's rows that score a response token; with `loss_masks`, those whose mask is 1."""
     group = resolve_group(context_group(), "cp")
     cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
     return plan_rows(
@@ -169,7 +169,7 @@ def row_plan(
 
 
 def context_group() -> Any:
-    """Megatron's context-parallel group, or None when it is not initialised (one rank)."""
+    """Return Megatron's context-parallel group, or None if it is not initialised (one rank)."""
     from megatron.core import parallel_state
 
     ready = parallel_state.model_parallel_is_initialized()
@@ -190,7 +190,7 @@ def _layout(args: Namespace, cp_size: int) -> Layout:
 
 
 def _allowed(plan: RowPlan, options: dict[str, Any]) -> Allowed | None:
-    """The ids that the rollout's top-p left, per row; a response token without a recorded set has all ids."""
+    """Return the ids in the rollout's top-p set, per row; all ids for a response token without a set."""
     ids, offsets = options.get("top_p_token_ids"), options.get("top_p_token_offsets")
     if ids is None or offsets is None:
         return None
@@ -215,7 +215,7 @@ def _from_logits(
 
 
 def _on_host(values: Sequence[Any]) -> list[Tensor]:
-    """Tensors or lists as host tensors, in one copy from the device."""
+    """Return tensors or lists as host tensors, in one copy from the device."""
     tensors = [torch.as_tensor(value) for value in values]
     if not tensors or tensors[0].device.type == "cpu":
         return tensors

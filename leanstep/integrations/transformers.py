@@ -1,4 +1,4 @@
-"""transformers: rows with label -100 never meet the head, and NorMuon drives the stock Trainer.
+"""transformers: rows with label -100 never reach the head, and the stock Trainer can use NorMuon.
 
     from leanstep.integrations.transformers import LeanTrainer, norm_muon
     LeanTrainer(model, args, train_dataset=..., optimizers=(norm_muon(model, lr=0.02), None))
@@ -96,15 +96,15 @@ def label_loss(
     shift_labels: Tensor | None = None,
     num_items_in_batch: Any = None,
 ) -> Tensor:
-    """The causal-LM loss from the backbone's hidden states, labelled rows only."""
+    """Return the causal-LM loss from the backbone's hidden states, labelled rows only."""
     shifted = shift_labels is not None
     target = shift_labels if shifted else labels
     assert target is not None
-    # transformers computes the loss from fp32 logits of a head in the model's own dtype: so do we.
+    # Like transformers, compute the loss from fp32 logits of a head in the model's own dtype.
     scores = score_labels(model, hidden, target, shifted=shifted)
     total = -scores.logp.sum()
     if num_items_in_batch is None:
-        # No labelled token: transformers gives NaN (0 / 0), which ends a run; zero with a graph does not.
+        # No labelled token: transformers returns NaN (0 / 0), which ends a run; zero with a graph does not.
         return total / scores.mask.sum().clamp(min=1)
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
@@ -127,6 +127,7 @@ class LeanTrainer(Trainer):
 def norm_muon(model: nn.Module, lr: float = 0.02, **options: Any) -> NorMuon:
     """NorMuon on a model's matrices and AdamW on the rest, for the Trainer's `optimizers=(optimizer, None)`.
 
-    The Trainer then makes its own schedule for it; gradient clipping, checkpoint and resume work as usual.
+    The Trainer then creates its own schedule for it; gradient clipping, checkpoints and resuming work as
+    usual.
     """
     return NorMuon(split_params(model), lr=lr, **options)

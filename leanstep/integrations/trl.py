@@ -4,7 +4,7 @@
 or  apply_leanstep(trainer)                                    # on a trainer that exists
 
 TRL 1.16 asks its model for per-token log-probs with `model(..., labels=, fused_lm_head=True)`. The adapter
-answers that call with `linear_logprobs` on the labelled rows and leaves everything else (generation, rewards,
+handles that call with `linear_logprobs` on the labelled rows and leaves everything else (generation, rewards,
 advantages, the loss, metrics, DDP and FSDP wrapping) to TRL.
 """
 
@@ -51,7 +51,7 @@ __all__ = [
     "reward_loss",
 ]
 
-# What a trainer reads of the policy's answer besides log-probs and entropy. Of a reference: log-probs alone.
+# Outputs of the policy that a trainer reads besides log-probs and entropy. A reference needs only log-probs.
 READS = {
     "grpo_trainer": (),
     "rloo_trainer": (),
@@ -62,7 +62,7 @@ READS = {
 
 
 def apply_leanstep(trainer: Any, *, allow_untested: bool = False, check: bool = True) -> Any:
-    """Replace the head of `trainer`'s models by leanstep's; returns the trainer.
+    """Replace the head of `trainer`'s models by leanstep's and return the trainer.
 
     Args:
         trainer: TRL's GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, SFTTrainer or DistillationTrainer,
@@ -114,7 +114,7 @@ def _answer_fused_calls(model: nn.Module, entropy_mode: Callable[[], Entropy], *
     stock = model.forward
     config = model.config.get_text_config()  # type: ignore[union-attr]
 
-    # The signature stays the model's own: `generate` validates its keyword arguments against it.
+    # Keep the model's signature: `generate` validates its keyword arguments against it.
     @functools.wraps(type(model).forward)
     def forward(
         self: Any,
@@ -163,7 +163,7 @@ def _answer_fused_calls(model: nn.Module, entropy_mode: Callable[[], Entropy], *
 
 
 class _LeanHead:
-    """In front of a TRL trainer: it takes the same arguments, and LoRA on the head as well."""
+    """Mix-in for a TRL trainer: takes the same arguments, and also supports LoRA on the head."""
 
     def __init__(self, *args: Any, allow_untested: bool = False, **kwargs: Any) -> None:
         with _adapter_on_head_allowed(type(self)):
@@ -172,7 +172,7 @@ class _LeanHead:
         if getattr(trainer, "precompute_ref_logps", False) and "ref" in getattr(
             trainer.model, "peft_config", {}
         ):
-            # They were computed in the constructor, by TRL's head.
+            # The constructor has computed them with TRL's head.
             if hasattr(trainer.model.get_output_embeddings(), "lora_A"):
                 raise ValueError(
                     "precompute_ref_log_probs: expected False with a trained adapter on the head"
@@ -198,9 +198,9 @@ class LeanSFTTrainer(_LeanHead, SFTTrainer):
 
 @contextlib.contextmanager
 def _adapter_on_head_allowed(trainer_class: type) -> Iterator[None]:
-    """TRL refuses a LoRA head because its own kernel would ignore the adapter; leanstep's does not.
+    """Disable TRL's refusal of a LoRA head: its own kernel would ignore the adapter, leanstep's does not.
 
-    The refusal is an isinstance check in the constructor; for its duration no layer is an instance.
+    The refusal is an isinstance check in the constructor; inside this context no layer is an instance.
     """
 
     class NoLayer:

@@ -1,11 +1,11 @@
-"""TRL's DistillationTrainer: its divergence over both heads by `linear_distill_loss`, on completion rows.
+"""TRL's DistillationTrainer: compute its divergence with `linear_distill_loss`, on completion rows.
 
     from leanstep.integrations.trl import apply_leanstep
     apply_leanstep(trainer)                                    # on a trainer that exists
 
-TRL 1.16 hands hidden states and heads of student and teacher to one function of its module. The adapter puts
-`divergence_loss`, which has the same arguments and results, in its place while this trainer computes a loss;
-generation, buffering, metrics and wrapping stay TRL's.
+TRL 1.16 passes hidden states and heads of student and teacher to one function of its module. While this
+trainer computes a loss, the adapter replaces it by `divergence_loss`, which has the same arguments and
+results; generation, buffering, metrics and wrapping stay TRL's.
 """
 
 # Both packages export their names lazily, which a type checker cannot follow.
@@ -27,7 +27,7 @@ def divergence_loss(
     student_hidden_states: Tensor, teacher_hidden_states: Tensor, student_lm_head_weight: Tensor,
     teacher_lm_head_weight: Tensor, completion_mask: Tensor, beta: float, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Generalized JSD, the student's summed entropy and the number of rows: what TRL's own function returns.
+    """Return the generalized JSD, the student's summed entropy and the number of rows, like TRL's function.
 
     Args:
         student_hidden_states, teacher_hidden_states: [B, K, D] and [B, K, D'].
@@ -90,7 +90,7 @@ def replace_divergence(trainer: Any) -> Any:
 
 
 def is_distillation(trainer: Any) -> bool:
-    """Whether a trainer is one whose divergence can be replaced."""
+    """Return whether the trainer's divergence can be replaced."""
     return hasattr(trainer, "teacher_model") and any(
         base.__module__ == "trl.trainer.distillation_trainer" for base in type(trainer).__mro__
     )

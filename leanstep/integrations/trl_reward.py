@@ -30,7 +30,7 @@ class LeanRewardTrainer(RewardTrainer):
 
     For one pair per prompt the two are the same function. A dataset with the columns `answer_ids` (a list of
     token lists) and `labels` (one number each, higher is better) ranks K answers per prompt: every answer is
-    read once, and no pair is built.
+    processed once, and no pair is built.
     """
 
     def __init__(self, *args: Any, allow_untested: bool = False, **kwargs: Any) -> None:
@@ -47,7 +47,7 @@ class LeanRewardTrainer(RewardTrainer):
         if not _has_groups(dataset):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if args.center_rewards_coefficient is not None:
-            raise ValueError("center_rewards_coefficient: has no meaning for groups, expected None")
+            raise ValueError("center_rewards_coefficient: expected None with groups")
         if args.max_length is None:
             return dataset
         return dataset.filter(lambda group: max(map(len, group["answer_ids"]), default=0) <= args.max_length)
@@ -66,14 +66,14 @@ class LeanRewardTrainer(RewardTrainer):
         loss = reward_loss(rewards, margin=margin, offsets=offsets, labels=labels)
         if self.args.center_rewards_coefficient is not None:
             if offsets is not None:
-                raise ValueError("center_rewards_coefficient: has no meaning for groups, expected None")
+                raise ValueError("center_rewards_coefficient: expected None with groups")
             chosen, rejected = rewards.chunk(2)
             loss = loss + self.args.center_rewards_coefficient * ((chosen + rejected) ** 2).mean()
         self._log_rewards(rewards.detach(), inputs["attention_mask"], pairs=offsets is None)
         return (loss, outputs) if return_outputs else loss
 
     def _log_rewards(self: Any, rewards: Tensor, attention_mask: Tensor, *, pairs: bool) -> None:
-        """The metrics that TRL logs, from one gather and one read of the device."""
+        """Return the metrics that TRL logs, from one gather and one device read."""
         # Ranks hold different numbers of answers: each sends its own minimum, sum, count and maximum.
         values = [rewards.min(), rewards.sum(), rewards.new_tensor(rewards.numel()), rewards.max()]
         values.append(attention_mask.sum())
@@ -98,10 +98,10 @@ class LeanRewardTrainer(RewardTrainer):
 
 @dataclass
 class GroupCollator:
-    """Pads the answers of all groups into one batch: neighbours belong together, `group_offsets` says where.
+    """Pads the answers of all groups into one batch; `group_offsets` says where each group begins.
 
     Args:
-        pad_token_id: what fills the right side.
+        pad_token_id: padding on the right side.
         pad_to_multiple_of: as TRL's own collator.
     """
 
@@ -140,7 +140,7 @@ def reward_loss(
     offsets: Tensor | None = None,
     labels: Tensor | None = None,
 ) -> Tensor:
-    """TRL's reward loss: rewards are [2 * B], the chosen half first; or ragged groups with labels.
+    """Compute TRL's reward loss: rewards are [2 * B], the chosen half first; or ragged groups with labels.
 
     Equivalent to (without groups):
         chosen, rejected = rewards.chunk(2)
@@ -151,7 +151,7 @@ def reward_loss(
     if offsets is not None:
         assert labels is not None
         if margin is not None:
-            raise ValueError("margin: belongs to pairs; expected None with groups")
+            raise ValueError("margin: expected None with groups")
         return bradley_terry(rewards, labels=labels, offsets=offsets, reduction="mean")
     if rewards.dim() != 1 or rewards.numel() % 2:
         raise ValueError(f"rewards: expected an even number in one row, got shape {tuple(rewards.shape)}")

@@ -5,10 +5,10 @@
 
     import verl.utils.torch_functional as plain
     from verl.workers.engine.fsdp import transformer_impl
-    apply_leanstep(plain, transformer_impl)       # without fused kernels: logits that exist
+    apply_leanstep(plain, transformer_impl)       # without fused kernels: materialised logits
 
-once in every worker, before its engine is built. verl's model forwards look up `FusedLinearForPPO` when they
-run, so that one replaced name serves every family.
+Call it once in every worker, before its engine is built. verl's model forwards look up `FusedLinearForPPO` at
+run time, so that one replaced name serves every model family.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TESTED = ("0.9",)
 
 
 class FusedLinearForPPO(nn.Module):
-    """In place of verl's: log-probs and entropy from hidden states and the head, a tile of logits at a time.
+    """Replaces verl's class: log-probs and entropy from hidden states and the head, one tile at a time.
 
     Args:
-        chunk_size, impl_backend: verl's; accepted and not needed.
+        chunk_size, impl_backend: accepted for compatibility with verl and ignored.
     """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
@@ -43,7 +43,7 @@ class FusedLinearForPPO(nn.Module):
         temperature: float = 1.0,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs in fp32 and the entropy in the dtype of `hidden_states`, both with gradient.
+        """Return log-probs in fp32 and the entropy in the dtype of `hidden_states`, both with gradient.
 
         Args:
             hidden_states: [T, D] or [B, T, D].
@@ -73,7 +73,7 @@ class FusedLinearForPPO(nn.Module):
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """Log-prob of each label under logits that exist, [..., V] -> [...].
+    """Return the log-prob of each label under materialised logits, [..., V] -> [...].
 
     With `inplace_backward` the gradient is written over the logits where it fits into them: contiguous fp32
     logits that an operation made, as flash-attn's kernel does it for verl on a GPU.
@@ -87,7 +87,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits), [..., V] -> [...], in chunks and with its gradient."""
+    """Return the entropy of softmax(logits), [..., V] -> [...], in chunks and with its gradient."""
     flat = logits.reshape(-1, logits.shape[-1])
     anything = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
     entropy = token_logprobs(flat, anything, entropy="grad").entropy
@@ -96,7 +96,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    """verl's other name for it; chunks are chosen here."""
+    """Alias under verl's other name; leanstep chooses the chunks."""
     return entropy_from_logits(logits)
 
 
@@ -112,10 +112,10 @@ REPLACED = {
 
 
 def apply_leanstep(*modules: Any, allow_untested: bool = False) -> tuple[Any, ...]:
-    """Replace, in modules of verl, the functions of this file by name; returns the modules.
+    """Replace functions in modules of verl by those of this file, by name, and return the modules.
 
     Args:
-        modules: those whose names are called, for example `verl.utils.experimental.torch_functional`.
+        modules: modules whose functions are called, for example `verl.utils.experimental.torch_functional`.
         allow_untested: try a verl version this was not tested with.
 
     Raises:

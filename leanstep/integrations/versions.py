@@ -1,4 +1,4 @@
-"""Adapters reach into packages they do not own: a version they were not tested with is refused."""
+"""Version checks: adapters patch other packages and refuse versions that they were not tested with."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from importlib import metadata
 
 
 class UnknownVersion(RuntimeError):
-    """The installed package is not one the adapter was tested with."""
+    """The adapter was not tested with the installed version."""
 
 
 def require_version(package: str, tested: tuple[str, ...], *, allow_untested: bool = False) -> str:
-    """The installed version of `package`, which must begin with one of `tested`.
+    """Return the installed version of `package`, which must begin with one of `tested`.
 
     Raises:
-        UnknownVersion: naming what is installed, what was tested and the way to go on regardless.
-        ModuleNotFoundError: when it is not installed, with the command that installs it.
+        UnknownVersion: names the installed version, the tested ones and the option to continue anyway.
+        ModuleNotFoundError: if it is not installed; names the command that installs it.
     """
     try:
         version = metadata.version(package)
@@ -23,7 +23,7 @@ def require_version(package: str, tested: tuple[str, ...], *, allow_untested: bo
         raise ModuleNotFoundError(f"{package} is not installed: {hint}", name=package) from None
     if not allow_untested and not any(version == t or version.startswith(t + ".") for t in tested):
         raise UnknownVersion(
-            f"{package}: version {version} is not one this adapter was tested with ({', '.join(tested)}); "
+            f"{package}: this adapter was not tested with version {version} (tested: {', '.join(tested)}); "
             "pass allow_untested=True to try it, and compare the losses with the stock trainer"
         )
     return version

@@ -1,1 +1,1 @@
-"""What people look at: terminal tables and the HTML page."""
+"""Output for people: terminal tables and the HTML page."""

@@ -1,4 +1,4 @@
-"""What the charts of the page show: bars and lines as plain records, drawn by the template in HTML and SVG.
+"""Data of the page's charts: bars and lines as plain records, which the template draws in HTML and SVG.
 
 Positions are percentages of the plot, so a chart fits any width without a script. Colours are roles
 ("fast", "reference", ...), which the style sheet turns into the colours of the light or dark theme.
@@ -32,12 +32,12 @@ def horizontal_bars(
     *,
     log_from: float = LOG_FROM,
 ) -> Figure:
-    """One bar per label, first on top, each with its own text; logarithmic where they differ a lot."""
+    """Return one bar per label, first on top, each with its text; logarithmic if the values differ a lot."""
     positive = [v for v in values if v > 0]
     top = max(positive, default=1.0)
     is_log = bool(positive) and top / min(positive) > log_from
     if is_log:
-        # Bars on a log axis start somewhere: half a decade below the smallest one.
+        # Bars on a log axis need a start: half a decade below the smallest one.
         low, high = math.log10(min(positive)) - 0.5, math.log10(top)
         percents = [100 * (math.log10(v) - low) / (high - low) if v > 0 else 0.0 for v in values]
     else:
@@ -55,14 +55,14 @@ def horizontal_bars(
 
 
 def bench_time(result: dict[str, Any]) -> Figure:
-    """Median time of every row that ran, with its ratio to the reference."""
+    """Return the median time of every row that ran, with its ratio to the reference."""
     rows = [row for row in result["rows"] if row["available"] and row["median_s"]]
     texts = [f"{units.seconds(r['median_s'])} · {units.ratio(r['time_ratio'])}" for r in rows]
     return _rows_chart(rows, "median_s", texts, "time per step")
 
 
 def bench_memory(result: dict[str, Any]) -> Figure:
-    """Memory above inputs and results, where it was measured."""
+    """Return the memory above inputs and results, where it was measured."""
     rows = [row for row in result["rows"] if row["available"] and row["extra_bytes"] is not None]
     texts = [units.size(r["extra_bytes"]) for r in rows]
     return _rows_chart(rows, "extra_bytes", texts, "extra memory")
@@ -75,7 +75,7 @@ def _rows_chart(rows: list[dict[str, Any]], field: str, texts: list[str], unit: 
 
 
 def before_after(before: float, after: float, texts: tuple[str, str], unit: str) -> Figure:
-    """Two bars, always linear: a large ratio shows as a sliver beside a full bar."""
+    """Return two bars on a linear axis: a large ratio shows as a thin bar beside a full one."""
     return horizontal_bars(
         ["before", "after"], [before, after], ["reference", "fast"], texts, unit, log_from=math.inf
     )
@@ -84,7 +84,7 @@ def before_after(before: float, after: float, texts: tuple[str, str], unit: str)
 def ranked(
     pairs: Sequence[tuple[str, float]], show: Show, unit: str, *, limit: int = 8, in_order: bool = False
 ) -> Figure:
-    """The largest values as bars, each with its text."""
+    """Return the largest values as bars, each with its text."""
     summed: dict[str, float] = {}
     for name, value in pairs:
         summed[name] = summed.get(name, 0.0) + value
@@ -98,7 +98,7 @@ _PART_ROLES = ("reference", "fast", "peer", "limit", "muted")
 
 
 def shares(pairs: Sequence[tuple[str, float]], show: Show) -> Figure:
-    """One bar split into the parts of a whole, such as rollout, scoring and update of an iteration."""
+    """Return one bar split into parts, such as rollout, scoring and update of an iteration."""
     total = sum(value for _, value in pairs) or 1.0
     return {
         "kind": "shares",
@@ -114,12 +114,12 @@ def _roles(count: int) -> list[str]:
 
 
 def ratio_place(ratio: float) -> float:
-    """Where a ratio is on a logarithmic scale from one half (0 %) over one (50 %) to two (100 %)."""
+    """Return the position of a ratio on a log scale: one half is 0 %, one is 50 %, two is 100 %."""
     return round(min(max(50 + 50 * math.log2(ratio), 0.0), 100.0), 2)
 
 
 def thin(timeline: Timeline, points: int = MAX_POINTS) -> list[list[float]]:
-    """At most about `points` (time, level) pairs: lowest and highest of each slice, so the peak survives."""
+    """Return about `points` (time, level) pairs: minimum and maximum of each slice, so the peak survives."""
     events = [[float(t), float(level)] for t, level in timeline]
     if len(events) <= points:
         return events
@@ -145,13 +145,13 @@ class Axis:
         return round(100 * (position - self.low) / (self.high - self.low), 2)
 
     def ticks(self, values: Sequence[float], show: Show) -> list[Figure]:
-        """Labels at the values inside the plot."""
+        """Return labels at the values inside the plot."""
         places = [(self.percent(value), show(value)) for value in values]
         return [{"percent": place, "text": text} for place, text in places if -0.01 <= place <= 100.01]
 
 
 def round_steps(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round values from low to high: multiples of 1, 2 or 5 times a power of ten."""
+    """Return about `count` round values from low to high: 1, 2 or 5 times a power of ten."""
     rough = (high - low) / count
     if rough <= 0:
         return [low]
@@ -197,7 +197,7 @@ def _lines(series: list[Figure], *, x_ticks: Any, y_ticks: Any, x_title: str, he
 
 
 def memory_timeline(lines: dict[str, Timeline]) -> Figure:
-    """Bytes above the start of the step from its start (0 %) to its end (100 %), so that both steps fit."""
+    """Plot bytes above the step's start, from its start (0 %) to its end (100 %), so that both steps fit."""
     courses = {}
     for name, timeline in lines.items():
         points = thin(timeline)
@@ -219,13 +219,13 @@ def memory_timeline(lines: dict[str, Timeline]) -> Figure:
 
 
 def _size_ticks(axis: Axis, top: float) -> list[Figure]:
-    """Round numbers of the unit that fits the largest value."""
+    """Return round numbers in the unit that fits the largest value."""
     unit = 1024.0 ** min(max(math.floor(math.log(max(top, 1.0), 1024)), 0), 4)
     return axis.ticks([v * unit for v in round_steps(0, top / unit, 4)], units.size)
 
 
 def stacked_timeline(samples: Sequence[dict[str, Any]], capacity: float) -> Figure:
-    """Predicted bytes by what they are for, over the events of one step; the device's memory as a line."""
+    """Plot predicted bytes by purpose over the events of one step, with the device's memory as a line."""
     totals: dict[str, float] = {}
     for sample in samples:
         for name, value in sample.items():
@@ -254,12 +254,12 @@ def stacked_timeline(samples: Sequence[dict[str, Any]], capacity: float) -> Figu
 
 
 def _between(upper: str, lower: str) -> str:
-    """The area between two stepped paths: SVG fills both and leaves out what is inside both."""
+    """Return the area between two stepped paths: SVG's even-odd fill excludes what is inside both."""
     return f"{upper}V100H0Z{lower}V100H0Z" if upper else ""
 
 
 def sweep(results: list[dict[str, Any]], key: str, field: str) -> Figure:
-    """One line per implementation over the swept parameter."""
+    """Plot one line per implementation over the swept parameter."""
     show = units.seconds if field == "median_s" else units.size
     points: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for result in results:
@@ -295,7 +295,7 @@ def _with_dots(line: Figure, x: Axis, y: Axis, points: Points, show: Show) -> Fi
 
 
 def capacity(rows: list[dict[str, Any]], devices: dict[str, int], *, x_title: str) -> Figure:
-    """Predicted peaks of several methods over a swept value against the capacity of devices.
+    """Plot predicted peaks of several methods over a swept value against the capacity of devices.
 
     `rows`: `{"method", "kind", "x", "peak_bytes"}`; `devices`: name -> bytes.
     """
@@ -336,7 +336,7 @@ def swept_value(size_label: str, key: str) -> float | None:
 
 
 def _powers(low: float, high: float, show: Show) -> list[float]:
-    """Round values on a logarithmic axis: powers of 4 for bytes, of 10 for seconds, about six of them."""
+    """Return about six round values on a logarithmic axis: powers of 4 for bytes, of 10 for seconds."""
     base = 4.0 if show is units.size else 10.0
     first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
     step = max(1, math.ceil((last - first) / 6))

@@ -1,4 +1,4 @@
-"""Source lines as a page shows them: an excerpt, coloured, and the difference of two scripts."""
+"""Source lines for a page: coloured excerpts, and the difference of two scripts."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from typing import Any
 
 # Lines shown before and after the one a finding points at.
 CONTEXT = 5
-# A training script is read whole to show a few lines of it; anything larger is not a script.
+# A training script is read in full to show a few lines; anything larger is not a script.
 MAX_BYTES = 2_000_000
 
 
 def excerpt(file: str, line: int, code: str = "", *, folder: Path | None = None) -> dict[str, Any]:
-    """Lines around `file:line` as `{"start", "line", "lines", "note"}`.
+    """Return lines around `file:line` as `{"start", "line", "lines", "note"}`.
 
-    Falls back to `code` alone when the file cannot be read or no longer holds that line there.
+    Falls back to `code` alone if the file cannot be read or has changed at that line.
     """
     alone = without_file(line, code)
     path = Path(file) if folder is None else folder / file
     try:
         if not path.is_file():
-            return alone | {"note": f"{file} is not readable any more"}
+            return alone | {"note": f"{file} is no longer readable"}
         if path.stat().st_size > MAX_BYTES:
             return alone | {"note": f"{file} is too large to show"}
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return alone | {"note": f"{file} is not readable any more"}
+        return alone | {"note": f"{file} is no longer readable"}
     if not 1 <= line <= len(lines) or (code.strip() and code.strip() not in lines[line - 1]):
-        return alone | {"note": f"{file} has changed since"}
+        return alone | {"note": f"{file} has since changed"}
     first = max(1, line - CONTEXT)
     return {"start": first, "line": line, "lines": lines[first - 1 : line + CONTEXT], "note": ""}
 
 
 def without_file(line: int, code: str) -> dict[str, Any]:
-    """The excerpt of a file that is not read."""
+    """Return the excerpt for a file that is not read."""
     return {"start": line, "line": line, "lines": [code], "note": ""}
 
 
 def colour(lines: list[str]) -> list[str]:
-    """HTML of each line with `<span class="k|s|c|n">` around keywords, strings, comments and numbers.
+    """Return each line as HTML with `<span class="k|s|c|n">` for keywords, strings, comments and numbers.
 
-    An excerpt may begin inside a bracket or a string: what cannot be tokenised stays plain.
+    An excerpt may begin inside a bracket or a string: text that cannot be tokenised stays plain.
     """
     marks: list[list[tuple[int, int, str]]] = [[] for _ in lines]
     try:
@@ -59,7 +59,7 @@ def colour(lines: list[str]) -> list[str]:
                 end = stop if row == last else len(lines[row - 1])
                 marks[row - 1].append((begin, end, kind))
     except (tokenize.TokenError, SyntaxError):
-        # The end of an excerpt is often not the end of a statement; what came before is coloured.
+        # An excerpt often ends inside a statement; the text before is coloured.
         pass
     return [_wrap(line, spans) for line, spans in zip(lines, marks, strict=True)]
 
@@ -85,7 +85,7 @@ def _wrap(line: str, spans: list[tuple[int, int, str]]) -> str:
 
 
 def difference(before: str, after: str, *, context: int = 2) -> list[dict[str, Any]]:
-    """The changed lines of two scripts: `{"sign": "+|-| |…", "number", "text"}`, hunks parted by `…`."""
+    """Return the changed lines of two scripts: `{"sign": "+|-| |…", "number", "text"}`, `…` between hunks."""
     old, new = before.splitlines(), after.splitlines()
     rows: list[dict[str, Any]] = []
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(context):
@@ -101,5 +101,5 @@ def difference(before: str, after: str, *, context: int = 2) -> list[dict[str, A
 
 
 def changed_lines(rows: list[dict[str, Any]]) -> tuple[int, int]:
-    """How many lines went and how many came."""
+    """Return how many lines were removed and added."""
     return sum(row["sign"] == "-" for row in rows), sum(row["sign"] == "+" for row in rows)

@@ -1,8 +1,8 @@
-"""What a machine with a GPU reports: proofs, bench and syncs of every case, figures beside predictions.
+"""The report of a machine with a GPU: proofs, bench and syncs of every case, compared with predictions.
 
-Predictions come from rehearsals (`leanstep.rehearse`), which take minutes, so they are made
-beforehand: `leanstep gpu-report --predict FILE` writes them, and the package carries the file of its release.
-A rehearsal is played on every known device; the report takes the one nearest to the device at hand.
+Predictions come from rehearsals (`leanstep.rehearse`), which take minutes, so they are computed in advance:
+`leanstep gpu-report --predict FILE` writes them, and the package contains the file of its release. Each
+rehearsal covers every known device; the report uses the one nearest to the current device.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PREDICTIONS = Path(__file__).with_name("gpu_predictions.json")
 
 
 def predict(cases: Sequence[Case], size: str | None = None, say: Say = lambda line: None) -> Data:
-    """Rehearse every fast path and limit of the cases; times on every known device.
+    """Rehearse every fast path and limit of the cases and predict times on every known device.
 
     Args:
-        cases: with a size for GPUs.
-        size: another size than the GPU's.
-        say: gets a line for each rehearsal.
+        cases: cases with a size for GPUs.
+        size: overrides the size for GPUs.
+        say: called with a line for each rehearsal.
 
     Returns:
         {"leanstep", "torch", "predicted": True, "rows": [{"case", "size", "dtype", "impl", "launches",
@@ -50,7 +50,7 @@ def predict(cases: Sequence[Case], size: str | None = None, say: Say = lambda li
         chosen = size or case.size_on("cuda")
         dtype = dtype_name(case.dtype_on("cuda"))
         for implementation in case.implementations:
-            # A reference may read every value in a loop: it would be rehearsed for minutes.
+            # A reference may read every value in a loop: rehearsing it would take minutes.
             wanted = implementation.kind in ("fast", "limit")
             if not wanted or implementation.missing(case.params(chosen), "cuda") is not None:
                 continue
@@ -71,7 +71,7 @@ def predict(cases: Sequence[Case], size: str | None = None, say: Say = lambda li
 
 
 def _predicted(recording: Any) -> Data | None:
-    """Counts of the last step of a rehearsal, and its seconds from an idle device; None without a step."""
+    """Return counts of a rehearsal's last step, and its seconds from an idle device; None without a step."""
     from leanstep.rehearse.devices import DEVICES
     from leanstep.rehearse.events import Alloc, Free, HostWait, Launch
     from leanstep.rehearse.what_if import last_step
@@ -101,7 +101,7 @@ def _predicted(recording: Any) -> Data | None:
 
 
 def _peak_bytes(events: Sequence[Any]) -> int:
-    """The most bytes that the storages of a rehearsal held together, its inputs included."""
+    """Return the peak bytes of a rehearsal's storages, including its inputs."""
     from leanstep.rehearse.events import Alloc, Free
 
     live: dict[int, int] = {}
@@ -117,7 +117,7 @@ def _peak_bytes(events: Sequence[Any]) -> int:
 
 
 def load_predictions(path: Path | None = None) -> Data:
-    """The predictions of this release, or those of a file that `--predict` wrote."""
+    """Return the predictions of this release, or those of a file that `--predict` wrote."""
     path = path or PREDICTIONS
     if not path.exists():
         return {"leanstep": leanstep.__version__, "torch": "", "predicted": True, "rows": []}
@@ -125,7 +125,7 @@ def load_predictions(path: Path | None = None) -> Data:
 
 
 def nearest_device(properties: Any) -> str:
-    """Key of the known device that is most like this one: by name, else by generation, units and memory."""
+    """Return the key of the most similar known device: by name, else by generation, units and memory."""
     from leanstep.rehearse.devices import DEVICES
 
     name = properties.name.lower()
@@ -143,7 +143,7 @@ def nearest_device(properties: Any) -> str:
 
 
 def count_syncs(step: Step, device: torch.device) -> tuple[int, str]:
-    """Times that one call makes the host wait, by torch's own sync debugging, and where first."""
+    """Return how often one call makes the host wait, by torch's sync debugging, and the first place."""
     for _ in range(2):
         step()
     torch.cuda.synchronize(device)
@@ -164,15 +164,15 @@ def run_report(
     predictions: Data | None = None,
     say: Say = lambda line: None,
 ) -> Data:
-    """Prove, measure and watch every case on the device; the object that `gpu-report` writes.
+    """Prove, measure and watch every case on the device; return the object that `gpu-report` writes.
 
     Args:
-        cases: what to run; a case that fails is a row in "problems", the others go on.
+        cases: the cases to run; a failed case becomes a row in "problems", the others continue.
         device: a CUDA device.
         size: of every case; None: its size for GPUs.
         budget_s: seconds of timing per case.
         predictions: None: those of this release.
-        say: gets a line for each part.
+        say: called with a line for each part.
     """
     predictions = load_predictions() if predictions is None else predictions
     near = nearest_device(torch.cuda.get_device_properties(device))
@@ -216,7 +216,7 @@ def _bench(
 
 
 def compare(result: BenchResult, predictions: Data, device: str) -> list[Data]:
-    """Figures of a bench beside their predictions for `device`: measured, predicted, measured / predicted."""
+    """Return bench figures with their predictions for `device`: measured, predicted, measured / predicted."""
     known = _by_call(predictions)
     figures: list[Data] = []
     for row in result.rows:
@@ -257,7 +257,7 @@ def _syncs(case: Case, device: torch.device, size: str | None, predictions: Data
 
 
 def shortfalls(report: Data) -> list[str]:
-    """What fell short, one sentence each: proofs, waits beyond the predicted, parts that did not run."""
+    """Return one sentence per failure: proofs, more waits than predicted, parts that did not run."""
     wrong = [row for row in report["prove"] if not row["ok"]]
     waits = [row for row in report["syncs"] if row["syncs"] > (row["predicted"] or 0)]
     said = [f"{len(wrong)} proofs failed, first {wrong[0]['case']}/{wrong[0]['impl']}"] if wrong else []
@@ -272,7 +272,7 @@ def shortfalls(report: Data) -> list[str]:
 
 
 def write_report(report: Data, folder: Path) -> None:
-    """`report.json` and one page, `index.html`, in `folder`."""
+    """Write `report.json` and one page, `index.html`, to `folder`."""
     from leanstep.report import page
 
     text = json.dumps(finite(report), indent=1, ensure_ascii=False, allow_nan=False)
@@ -281,7 +281,7 @@ def write_report(report: Data, folder: Path) -> None:
     first = {**head, "nearest known device": report["nearest"], "accelerator": report["accelerator"]}
     first |= {"figures": [_shown(row) for row in report["figures"]]}
     first |= {"syncs by torch's own debugging": report["syncs"], "problems": report["problems"]}
-    payloads: dict[str, Data] = {"gpu-report: measured beside predicted": first}
+    payloads: dict[str, Data] = {"gpu-report: measured and predicted": first}
     if report["bench"]:
         payloads["bench"] = {"results": report["bench"]}
     if report["prove"]:
@@ -291,7 +291,7 @@ def write_report(report: Data, folder: Path) -> None:
 
 
 def _shown(row: Data) -> Data:
-    """A figure with its unit, as the page shows it."""
+    """Return a figure with its unit, as the page shows it."""
     from leanstep.report.sections import cell
 
     texts = {key: cell(row["figure"], row[key]) for key in ("measured", "predicted")}

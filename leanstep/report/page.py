@@ -1,6 +1,6 @@
 """One self-contained HTML page that several commands write into.
 
-The page carries its own data: a JSON block with every section's payload. Adding a section reads that block,
+The page contains its own data: a JSON block with every section's payload. Adding a section reads that block,
 merges the new payload and renders the page again, so `bench`, `prove`, `diagnose`, `rehearse` and `demo` can
 all write to the same file, in any order. Scripts and styles are inlined; nothing is fetched.
 """
@@ -29,15 +29,15 @@ Data = dict[str, Any]
 
 
 def check_installed() -> None:
-    """Raise MissingExtra where the page cannot be written."""
+    """Raise MissingExtra if the page cannot be written."""
     require("the report page", "report", "jinja2")
 
 
 def add_section(path: str | Path, kind: str, payload: Data) -> None:
-    """Add `payload` (the JSON contract of `leanstep KIND --json`) to the page at `path`, or make the page.
+    """Add `payload` (the JSON contract of `leanstep KIND --json`) to the page at `path`, or create the page.
 
-    What the page already holds stays; the same case, script or sweep measured again replaces its older self.
-    A file that is not a leanstep page is refused, never overwritten.
+    Existing sections stay; a new result of the same case, script or sweep replaces the old one. A file that
+    is not a leanstep page is refused, never overwritten.
     """
     add_sections(path, {kind: payload})
 
@@ -55,12 +55,12 @@ def add_sections(path: str | Path, payloads: dict[str, Data]) -> None:
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError, ArithmeticError):
         if is_new:
             raise
-        raise BadInput(f"--html: {path} holds sections that cannot be read; {_EXPECTED}") from None
+        raise BadInput(f"--html: {path} has unreadable sections; {_EXPECTED}") from None
     write_text(path, text, "--html")
 
 
 def read_page(path: str | Path) -> Data:
-    """The data of an existing page; a fresh one when there is no file (or an empty one)."""
+    """Return the data of an existing page, or new data if there is no file (or an empty one)."""
     target = Path(path)
     fresh: Data = {"format": FORMAT, "sections": {}}
     try:
@@ -88,7 +88,7 @@ def _are_objects(sections: Any) -> bool:
 
 
 def render(data: Data) -> str:
-    """The whole page as text."""
+    """Return the whole page as text."""
     check_installed()
     import jinja2
 

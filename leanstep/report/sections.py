@@ -1,4 +1,4 @@
-"""From the JSON contracts to what the page's templates show: merging, source lines, labels, charts."""
+"""Convert JSON payloads to template data for the page: merging, source lines, labels, charts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENVIRONMENT = ("leanstep", "torch", "python", "device", "threads")
 
 
 def prepare(kind: str, payload: Data) -> Data:
-    """A payload with all that the page needs later: source lines are read now, while the script is there."""
+    """Return a payload with all that the page needs later: source lines are read while the script exists."""
     if kind == "diagnose":
         scripts = payload["scripts"] if "scripts" in payload else [payload]
         return {"scripts": [_with_source(script) for script in scripts]}
@@ -50,7 +50,7 @@ def _with_source(report: Data) -> Data:
 
 
 def merge(kind: str, held: Data | None, new: Data) -> Data:
-    """The newer payload replaces the older one of the same case and size, script or sweep; the rest stays."""
+    """Merge payloads: a newer one replaces the older one of the same case and size, script or sweep."""
     if held is None or kind == "demo":
         return new
     if kind == "bench":
@@ -87,7 +87,7 @@ def _by_key(held: list[Data], new: list[Data], key: Any) -> list[Data]:
 
 
 def view(sections: dict[str, Data]) -> Data:
-    """What the template shows, section by section."""
+    """Return the template data, section by section."""
     shown: Data = {}
     if "demo" in sections:
         shown["demo"] = _demo(sections["demo"])
@@ -112,9 +112,9 @@ def view(sections: dict[str, Data]) -> Data:
 
 
 def findings_view(report: Data) -> Data:
-    """Findings of one script with labels and coloured source."""
+    """Return the findings of one script with labels and coloured source."""
     findings = []
-    # Ranks count from 1 here: what a command left out as too small leaves no gap.
+    # Ranks count from 1 here: findings that a command omitted as too small leave no gap.
     for rank, finding in enumerate(sorted(report["findings"], key=lambda f: f["rank"]), 1):
         excerpt = finding["source"]
         cost = finding.get("cost") or {}
@@ -145,13 +145,13 @@ def findings_view(report: Data) -> Data:
 
 
 def _phase_shares(phases: list[Data], field: str, unit_s: float) -> Data | None:
-    """Rollout, scoring and update as parts of one bar; None where fewer than two of them were timed."""
+    """Return rollout, scoring and update as parts of one bar; None if fewer than two were timed."""
     timed = [(p["phase"], p[field] * unit_s) for p in phases if p.get(field)]
     return charts.shares(timed, units.seconds) if len(timed) > 1 else None
 
 
 def cost_label(cost: Data) -> str:
-    """`3 ms`, `58 GiB`, `3 ms, 12 MiB`; a dash where nothing could be priced."""
+    """`3 ms`, `58 GiB`, `3 ms, 12 MiB`; a dash if no cost is known."""
     parts = [units.seconds(cost["seconds"])] if cost.get("seconds") else []
     parts += [units.size(cost["bytes"])] if cost.get("bytes") else []
     return ", ".join(parts) or "-"
@@ -197,14 +197,14 @@ def _demo(payload: Data) -> Data:
 
 
 def _rules_gone(before: Data, after: Data) -> list[Data]:
-    """Per rule: findings before and after."""
+    """Return the number of findings per rule before and after."""
     rules = dict.fromkeys(f["rule"] for f in before["findings"] + after["findings"])
     count = lambda report, rule: sum(f["rule"] == rule for f in report["findings"])  # noqa: E731
     return [{"rule": rule, "before": count(before, rule), "after": count(after, rule)} for rule in rules]
 
 
 def _bench(results: list[Data]) -> tuple[list[Data], list[Data]]:
-    """Results with their charts, and the sweeps found among them."""
+    """Return results with their charts, and the sweeps among them."""
     swept: dict[tuple[str, str, str], list[Data]] = {}
     shown = []
     for result in results:
@@ -268,7 +268,7 @@ def _prove(payload: Data) -> Data:
 
 
 def _published(results: list[Data]) -> list[Data]:
-    """Published figures beside the predicted ones, the largest error first; `place` is that of the ratio."""
+    """Return published and predicted figures, largest error first; `place` is the ratio's position."""
     rows = [
         {
             "name": f"{result['row']}: {figure['label']}" if figure.get("label") else result["row"],
@@ -287,7 +287,7 @@ def _published(results: list[Data]) -> list[Data]:
 
 
 def _with_unit(value: float, unit: str) -> str:
-    """`1.6e4 MiB` -> `15.6 GiB`; a unit that is neither bytes nor milliseconds stays."""
+    """`1.6e4 MiB` -> `15.6 GiB`; units other than bytes and milliseconds are unchanged."""
     scale = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     if unit in scale:
         return units.size(value * scale[unit])
@@ -295,7 +295,7 @@ def _with_unit(value: float, unit: str) -> str:
 
 
 def _ablation(run: Data) -> Data:
-    """Paired runs with and without a change: each difference with its interval on one common scale."""
+    """Return paired runs with and without a change: each difference with its interval on one scale."""
     rows = [row for row in run["rows"] if "shift" in row]
     ends = [abs(row[end]) for row in rows for end in ("shift_low", "shift_high")]
     scale = max(ends, default=0.0) or 1.0
@@ -313,7 +313,7 @@ def _closeness(row: Data) -> float:
 
 
 def _rehearsal(run: Data) -> Data:
-    """Charts and tables of a rehearsal; everything in it is predicted."""
+    """Return charts and tables of a rehearsal; all values are predicted."""
     memory, time, what = run["memory"], run["time"], run["what_if"]
     shown = {
         **run,
@@ -360,7 +360,7 @@ def _milliseconds(value: float) -> str:
 
 
 def _sweep(sweep: Data) -> Data:
-    """The predicted peaks of a case over a parameter as a chart where its values are numbers, and a table."""
+    """Return a case's predicted peaks over a parameter: a table, and a chart if the values are numbers."""
     drawn = [
         {"method": row["impl"], "kind": row["kind"], "x": got["value"], "peak_bytes": got["peak_bytes"]}
         for row in sweep["rows"]
@@ -382,7 +382,7 @@ def _sweep(sweep: Data) -> Data:
 
 
 def _sweep_row(sweep: Data, row: Data, got: Data) -> Data:
-    """One line of the table: a value of an implementation, and whether it fits each device."""
+    """Return one table row: a value of an implementation, and whether it fits each device."""
     shown = {"implementation": row["impl"], sweep["sweep"]: got["value"], "peak_bytes": got.get("peak_bytes")}
     for key in sweep["devices"]:
         there = got.get("devices", {}).get(key)
@@ -392,7 +392,7 @@ def _sweep_row(sweep: Data, row: Data, got: Data) -> Data:
 
 
 def tables_of(payload: Data) -> list[Data]:
-    """Any payload as tables: its lists of objects one by one, then what is left as pairs."""
+    """Return any payload as tables: one per list of objects, then the remaining values as pairs."""
     tables, plain = [], []
     for key, value in payload.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -405,7 +405,7 @@ def tables_of(payload: Data) -> list[Data]:
 
 
 def cell(name: str, value: Any) -> str:
-    """A value by the unit in its name."""
+    """Format a value by the unit in its name."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -424,7 +424,7 @@ def cell(name: str, value: Any) -> str:
 
 
 def _environments(sections: dict[str, Data]) -> list[Data]:
-    """What each part was measured on, equal ones once."""
+    """Return the environments of the measurements, without duplicates."""
     places: dict[tuple[Any, ...], list[str]] = {}
     for kind, payload in sections.items():
         heads = [

@@ -1,4 +1,4 @@
-"""Terminal tables of bench, prove and drift results, from the JSON contract: a saved file prints the same."""
+"""Terminal tables of bench, prove and drift results, built from JSON: a saved file prints the same."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def bench_table(result: dict[str, Any]) -> Group:
 
 
 def time_text(row: dict[str, Any]) -> str:
-    """The median of a row, or `> 40 s` for one that was given up."""
+    """Return the median of a row, or `> 40 s` for one that was aborted."""
     limit, colon, _ = row["note"].partition(":")
     given_up = row["median_s"] is None and colon and limit.startswith("> ")
     return limit if given_up else units.seconds(row["median_s"])
 
 
 def prove_table(rows: list[dict[str, Any]]) -> Table:
-    """One line per case, implementation and dtype: the tensor closest to its bound, or one that fails."""
+    """Print one line per case, implementation and dtype: the tensor closest to its bound, or failing."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("case", "implementation", "dtype"):
         table.add_column(name)

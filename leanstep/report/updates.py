@@ -1,4 +1,4 @@
-"""What `prove` and `bench` say about scripts: terminal lines, Markdown and page sections, from their JSON."""
+"""Output of `prove` and `bench` for scripts: terminal lines, Markdown and page sections, from their JSON."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _notes(result: Data) -> list[Text]:
 
 
 def _judged(title: str, table: Table, result: Data, below: Sequence[Text] = ()) -> Group:
-    """A title, the rows, the notes and the verdict; one that is not good is the command's last line."""
+    """Print a title, the rows, the notes and the verdict; a failing verdict is the command's last line."""
     verdict = [Text(result["verdict"], style="green")] if result["ok"] else []
     return Group(Text(title, style="bold"), table, *below, *_notes(result), *verdict)
 
 
 def _with_notes(lines: list[str], result: Data) -> str:
-    """Lines of Markdown and the notes as a list below them."""
+    """Return lines of Markdown with the notes as a list below them."""
     return "\n".join([*lines, *[f"- {for_markdown(note)}" for note in result["notes"]], ""])
 
 
@@ -60,12 +60,12 @@ def pair_lines(result: Data) -> Group:
 
 
 def _short(label: str) -> str:
-    """The script's name, and the beginning of its arguments."""
+    """Return the script's name and the beginning of its arguments."""
     return label if len(label) <= LABEL else label[: LABEL - 1] + "…"
 
 
 def _worst_lines(rows: list[Data]) -> list[Text]:
-    """Two lines on the check that fails first, or is closest to its bound."""
+    """Return two lines on the check that fails first, or is closest to its bound."""
     if not rows:
         return []
     worst = _worst(rows)
@@ -79,7 +79,7 @@ def _worst_lines(rows: list[Data]) -> list[Text]:
 
 
 def drift_sentence(drift: Data) -> str:
-    """What paired runs of two scripts say about the loss."""
+    """Return a line on the loss of paired runs of two scripts."""
     at = drift["first_divergence"]
     apart = "the losses never differ" if at is None else f"the losses first differ at step {at + 1}"
     interval = f"{drift['shift_low']:+.1e} … {drift['shift_high']:+.1e}"
@@ -98,13 +98,13 @@ def _by_step(rows: list[Data]) -> dict[int, list[Data]]:
 
 
 def _worst(rows: list[Data]) -> Data:
-    """The first row that fails, in forward order; else the one closest to its bound."""
+    """Return the first row that fails, in forward order; else the one closest to its bound."""
     failed = [row for row in rows if not row["ok"]]
     return failed[0] if failed else max(rows, key=lambda row: row["error"] / max(row["bound"], 1e-300))
 
 
 def pair_markdown(result: Data) -> str:
-    """The same for a pull request."""
+    """Return the same as Markdown for a pull request."""
     mark = "✅" if result["ok"] else "❌"
     title = code_for_markdown(f"leanstep prove {result['before']} {result['after']}")
     lines = [f"### {mark} {title}", "", for_markdown(result["verdict"]), ""]
@@ -130,7 +130,7 @@ def pair_markdown(result: Data) -> str:
 
 
 def page_section(result: Data) -> Data:
-    """A payload that the page shows as tables: the verdict, then the rows, failing ones first."""
+    """Return a payload for the page: the verdict, then the rows, failing ones first."""
     rows = sorted(result.get("rows", []), key=lambda row: row.get("ok", True))[:ON_PAGE]
     plain = {
         key: value
@@ -172,7 +172,7 @@ def cuts_lines(result: Data) -> Group:
 
 
 def cuts_markdown(result: Data) -> str:
-    """The same for a pull request."""
+    """Return the same as Markdown for a pull request."""
     mark = "✅" if result["ok"] else "❌"
     title = code_for_markdown(f"leanstep prove {result['script']} --same")
     lines = [f"### {mark} {title}", "", for_markdown(result["verdict"]), ""]
@@ -221,7 +221,7 @@ def bench_lines(result: Data) -> Group:
 
 
 def bench_markdown(result: Data) -> str:
-    """The same for a pull request."""
+    """Return the same as Markdown for a pull request."""
     title = code_for_markdown(f"leanstep bench {result['before']} {result['after']}")
     lines = [f"### {title}", "", for_markdown(_gain(result)), ""]
     lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
@@ -243,7 +243,7 @@ def invariance_lines(result: Data) -> Group:
 
 
 def invariance_markdown(result: Data) -> str:
-    """The same for a pull request."""
+    """Return the same as Markdown for a pull request."""
     mark = "✅" if result["ok"] else "❌"
     title = code_for_markdown(f"leanstep prove {result['script']} --invariant")
     lines = [f"### {mark} {title}", "", for_markdown(result["verdict"]), ""]

@@ -192,7 +192,7 @@ def test_reads_inside_transformers_get_what_can_be_done_about_them(tmp_path, fil
 @pytest.mark.parametrize(
     ("code", "rollout", "advice"),
     [
-        ("if is_finished.all():", True, "ask every k-th token"),
+        ("if is_finished.all():", True, "check every k-th token"),
         ("if is_finished.all():", False, "keep on the device; read once per step"),
         ("if not loss.isfinite().all():", True, "keep on the device; read once per step"),
     ],

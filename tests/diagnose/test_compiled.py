@@ -151,7 +151,7 @@ def test_a_backend_below_autograd_takes_the_second_cast_for_the_first():
     assert found_in(watch) == set()
     ((removed, why),) = watch.compiled.removed
     assert (removed.rule, removed.line.number, why) == (
-        "duplicate-cast", 16, "nothing left of it (ATen calls)",
+        "duplicate-cast", 16, "nothing remains (ATen calls)",
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def test_host_sync_counts_reads_and_tells_host_data_apart() -> None:
     first, second = rules.find([step])
     assert (first.count, first.confidence, first.phase, first.in_loop) == (3, "high", "backward", True)
     assert (second.count, second.confidence, second.phase, second.in_loop) == (1, "medium", "forward", False)
-    assert "may be host data" in second.what
+    assert "the host may already have it" in second.what
 
 
 @pytest.mark.parametrize(

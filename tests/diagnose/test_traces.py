@@ -317,21 +317,21 @@ def test_a_large_trace_without_steps_is_read_whole(tmp_path: Path, monkeypatch) 
 
 BAD = [
     (b"", "is empty"),
-    (b"hello", "is no trace of torch.profiler"),
+    (b"hello", "is not a torch.profiler trace"),
     (b'{"a": 1}', "it has no traceEvents"),
     (b'{"traceEvents": []}', "none of its 0 events"),
     (b'{"traceEvents": [{"ph": "M", "name": "x"}]}', "none of its 1 events"),
     (
         b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur"',
-        "ends in the middle: no event",
+        "is truncated: no event",
     ),
     (
         b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 2}',
         "1 events and 77 bytes",
     ),
     # The time is in the bytes and so in the test's name: workers that collect at different times must agree.
-    (gzip.compress(b'{"traceEvents": [' + b'{"ph": "X"}, ' * 999, mtime=0)[:-30], "ends in the middle"),
-    (gzip.compress(b"{}", mtime=0)[:8], "ends in the middle"),
+    (gzip.compress(b'{"traceEvents": [' + b'{"ph": "X"}, ' * 999, mtime=0)[:-30], "is truncated"),
+    (gzip.compress(b"{}", mtime=0)[:8], "is truncated"),
     (
         b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {}}]}',
         "has no host ops",

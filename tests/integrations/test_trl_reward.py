@@ -219,7 +219,7 @@ def test_groups_longer_than_max_length_are_left_out(tmp_path):
 
 
 def test_centring_of_groups_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="center_rewards_coefficient: has no meaning for groups"):
+    with pytest.raises(ValueError, match="center_rewards_coefficient: expected None with groups"):
         make(LeanRewardTrainer, tmp_path, Dataset.from_list(ranked()), center_rewards_coefficient=0.1)
 
 
@@ -229,7 +229,7 @@ def test_one_label_per_answer():
 
 
 def test_a_margin_with_groups_is_refused():
-    with pytest.raises(ValueError, match="margin: belongs to pairs; expected None with groups"):
+    with pytest.raises(ValueError, match="margin: expected None with groups"):
         reward_loss(
             torch.zeros(2), margin=torch.ones(1), offsets=torch.tensor([0, 2]), labels=torch.tensor([0, 1])
         )
@@ -274,7 +274,7 @@ def test_an_unknown_trl_version_is_refused(tmp_path, monkeypatch):
     from leanstep.integrations.versions import UnknownVersion
 
     monkeypatch.setattr(metadata, "version", lambda package: "1.99.0")
-    with pytest.raises(UnknownVersion, match=r"trl: version 1.99.0"):
+    with pytest.raises(UnknownVersion, match=r"trl: this adapter was not tested with version 1.99.0"):
         LeanRewardTrainer(model=None)
 
 

@@ -148,7 +148,7 @@ def test_what_is_not_verls_is_refused(monkeypatch):
     from importlib import metadata
 
     monkeypatch.setattr(metadata, "version", lambda package: "0.12.0")
-    with pytest.raises(RuntimeError, match=r"verl: version 0.12.0"):
+    with pytest.raises(RuntimeError, match=r"verl: this adapter was not tested with version 0.12.0"):
         lean.apply_leanstep(fused)
     with pytest.raises(ValueError, match=r"expected \[T, D\] and \[T\]"):
         lean.FusedLinearForPPO()(draw(3, 24), draw(VOCAB, 24), torch.zeros(4, dtype=torch.long))

@@ -198,7 +198,7 @@ def test_the_report_measures_what_was_predicted(written):
 
 def test_one_page_shows_figures_bench_and_proofs(written):
     page = written[2]
-    assert "gpu-report: measured beside predicted" in page and "nearest known device" in page
+    assert "gpu-report: measured and predicted" in page and "nearest known device" in page
     assert "Speed against the others" in page and "peak above inputs" in page
 
 

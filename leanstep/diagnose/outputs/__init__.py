@@ -1,1 +1,1 @@
-"""What findings are turned into: the terminal, JSON, gates for a CI."""
+"""Output of findings: terminal, JSON, CI gates."""

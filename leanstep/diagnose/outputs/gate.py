@@ -1,4 +1,4 @@
-"""What a CI asks: which rules count, what is allowed on a line, what is known, what must not happen."""
+"""CI gates: rule selection, ignore comments, baseline files, and findings that fail the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IGNORE = re.compile(r"#\s*leanstep:\s*ignore\s*\[([^\]]*)\]")
 
 
 def parse_rules(text: str) -> tuple[str, ...]:
-    """`any`, or rule ids separated by commas."""
+    """Parse `any`, or rule ids separated by commas."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if names == ("any",):
         return RULE_IDS
@@ -29,7 +29,7 @@ def parse_rules(text: str) -> tuple[str, ...]:
 
 
 def selected(findings: Sequence[Finding], select: Sequence[str], ignore: Sequence[str]) -> list[Finding]:
-    """The findings of the rules in `select` (empty: of all) that are not in `ignore`, ranked anew."""
+    """Return the findings of rules in `select` (empty: all rules) that are not in `ignore`, ranked again."""
     selection = [f for f in findings if (not select or f.rule in select) and f.rule not in ignore]
     for number, finding in enumerate(selection, 1):
         finding.rank = number
@@ -37,13 +37,16 @@ def selected(findings: Sequence[Finding], select: Sequence[str], ignore: Sequenc
 
 
 def without_ignored(findings: Sequence[Finding]) -> tuple[list[Finding], int]:
-    """Drop findings whose line says `# leanstep: ignore[rule, ...]`; also how many were dropped."""
+    """Drop findings on lines with `# leanstep: ignore[rule, ...]`; also return how many were dropped."""
     shown = [finding for finding in findings if not _is_ignored(finding)]
     return shown, len(findings) - len(shown)
 
 
 def _is_ignored(finding: Finding) -> bool:
-    """Of a finding inside a library, the comment is on the user's line that led there."""
+    """Return whether a comment allows the finding.
+
+    Inside a library, the user's calling line has the comment.
+    """
     for line in (finding.line, *finding.callers):
         match = _IGNORE.search(line.text(line.number))
         if match and finding.rule in re.split(r"[,\s]+", match[1].strip()):
@@ -52,7 +55,7 @@ def _is_ignored(finding: Finding) -> bool:
 
 
 def mark_baselined(findings: Sequence[Finding], path: str | Path) -> None:
-    """Mark what the baseline file knows; raises ValueError when the file is none."""
+    """Mark findings that the baseline file contains. Raise ValueError if it is not a baseline file."""
     try:
         held = json.loads(Path(path).read_text(encoding="utf-8"))
         known: dict[tuple[str, str, str], int] = {}
@@ -62,13 +65,13 @@ def mark_baselined(findings: Sequence[Finding], path: str | Path) -> None:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
-        raise ValueError(f"{path} is no baseline file (--write-baseline makes one)") from None
+        raise ValueError(f"{path} is not a baseline file (--write-baseline writes one)") from None
     for finding in findings:
         finding.baselined = finding.key in known and finding.count <= TOLERANCE * known[finding.key]
 
 
 def baseline_of(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The content of a baseline file: rule, file, code and count of every finding."""
+    """Return the content of a baseline file: rule, file, code and count of every finding."""
     entries = [
         {"rule": f.key[0], "file": f.key[1], "code": f.key[2], "count": f.count}
         for f in sorted(findings, key=lambda f: f.key)
@@ -77,5 +80,5 @@ def baseline_of(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def failures(findings: Sequence[Finding], rules: Sequence[str]) -> list[Finding]:
-    """The findings that close the gate."""
+    """Return the findings that fail the gate."""
     return [finding for finding in findings if finding.rule in rules and not finding.baselined]

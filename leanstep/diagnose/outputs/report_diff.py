@@ -1,4 +1,4 @@
-"""Two `--json` reports side by side: what is new, gone, grown or shrunk."""
+"""Compare two `--json` reports: findings that are new, gone, grown or shrunk."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from leanstep.escape import printable
 
-# How far a count may move before it is called grown or shrunk.
+# A count that changes by more than this is grown or shrunk.
 THRESHOLD = 0.10
 KINDS = ("new", "grown", "shrunk", "gone")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One finding in two reports; a count is 0 where the report does not have it."""
+    """One finding in two reports; the count is 0 in a report without it."""
 
     kind: str
     rule: str
@@ -35,19 +35,19 @@ class Change:
 
 
 def read_report(path: str) -> dict[str, Any]:
-    """A report of `leanstep diagnose --json`; raises ValueError when the file is none."""
+    """Read a report of `leanstep diagnose --json`. Raise ValueError if the file is not one."""
     try:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
         report["findings"] = [_checked(finding) for finding in report["findings"]]
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise ValueError(f"{path} is no report of leanstep diagnose --json") from None
+        raise ValueError(f"{path} is not a report of leanstep diagnose --json") from None
     return report
 
 
 def _checked(finding: dict[str, Any]) -> dict[str, Any]:
-    """A finding of a file that anybody may have written: the right types, and text that can be printed."""
+    """Return a finding from an untrusted file, with checked types and printable text."""
     texts = {name: printable(_of_type(finding[name], str)) for name in ("rule", "file", "code")}
     return {**texts, "line": _of_type(finding["line"], int), "count": _of_type(finding["count"], int)}
 
@@ -59,12 +59,12 @@ def _of_type(value: Any, kind: type) -> Any:
 
 
 def _key(finding: dict[str, Any]) -> tuple[str, str, str]:
-    # As the baseline: lines may move.
+    # As in the baseline, lines may move.
     return finding["rule"], finding["file"], finding["code"]
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], threshold: float = THRESHOLD) -> list[Change]:
-    """The changes from one report to another, the worst kinds first; a count may move by `threshold`."""
+    """Return the changes between two reports, worst kinds first; a count may change by `threshold`."""
     old, new = _by_key(before["findings"]), _by_key(after["findings"])
     changes = []
     for key in old.keys() | new.keys():
@@ -77,7 +77,7 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float = TH
 
 
 def _by_key(findings: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Counts of equal lines are added up, as two loops may hold the same code."""
+    """Add up the counts of equal lines, as two loops may contain the same code."""
     counts: dict[tuple[str, str, str], tuple[int, int]] = {}
     for finding in findings:
         count, line = counts.get(_key(finding), (0, finding["line"]))

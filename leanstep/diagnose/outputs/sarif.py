@@ -1,4 +1,4 @@
-"""Findings for other people's tools: SARIF 2.1.0 for code scanning, Markdown for a summary page."""
+"""Findings for other tools: SARIF 2.1.0 for code scanning, Markdown for a summary page."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SCHEMA_URI = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas
 
 
 def users_line(finding: Finding) -> Line:
-    """The line to annotate: a library's is not in the user's repository, the one that called it is."""
+    """Return the line to annotate: for a finding in a library, the user's line that called it."""
     if finding.line.library and finding.callers:
         return finding.callers.most_common(1)[0][0]
     return finding.line
 
 
 def as_sarif(findings: Sequence[Finding]) -> dict[str, Any]:
-    """One run with the rules that fired and a result per finding; baselined ones are marked as unchanged."""
+    """Return one SARIF run with the rules that fired and one result per finding; known ones are unchanged."""
     names = sorted({finding.rule for finding in findings}, key=list(RULES).index)
     return {
         "$schema": SCHEMA_URI,
@@ -68,20 +68,20 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
         "locations": [
             {
                 "physicalLocation": {
-                    # A trace without stacks has call paths of ops in place of files.
+                    # A trace without stacks has call paths of ops instead of files.
                     "artifactLocation": {"uri": quote(PurePath(short_path(line.file)).as_posix())},
                     "region": {"startLine": max(line.number, 1), "snippet": {"text": line.code}},
                 }
             }
         ],
-        # Survives moved lines, as the baseline does.
+        # Like the baseline, independent of line numbers.
         "partialFingerprints": {"leanstepFinding/v1": hashlib.sha256(finding.id.encode()).hexdigest()},
         "baselineState": "unchanged" if finding.baselined else "new",
     }
 
 
 def as_markdown(findings: Sequence[Finding], title: str) -> str:
-    """A table, one row a finding, for a job's summary or a comment of your own."""
+    """Return a Markdown table with one row per finding, for a job summary or a comment."""
     lines = [f"### leanstep diagnose {for_markdown(title)}", ""]
     shown = [finding for finding in findings if not finding.baselined]
     if not shown:

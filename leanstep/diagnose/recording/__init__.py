@@ -1,1 +1,1 @@
-"""Record a running step: hooks into torch, lines of source, counters. `watch` is the way in."""
+"""Record a running step: hooks into torch, lines of source, counters. `watch` is the entry point."""

@@ -1,4 +1,4 @@
-"""Memory of the running step: how much of one width is alive at once, and what is made only to be dropped."""
+"""Memory of the running step: how much of one width is alive at once, and short-lived buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from leanstep.script.lines import Site
 
 
 class LiveBytes:
-    """The most bytes that tensors of one width held at once."""
+    """The peak bytes of tensors of one width."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -27,10 +27,10 @@ class LiveBytes:
 
 
 class Churn:
-    """Large buffers made under no_grad, by line, and which of them outlive the step after."""
+    """Large buffers allocated under no_grad, by line, and which of them outlive the next step."""
 
     def __init__(self) -> None:
-        # Of the step before, until it is known which of them outlive this one.
+        # Buffers of the previous step, until it is known which of them outlive this one.
         self._earlier: tuple[dict[Site, Tally], list[tuple[Site, StorageWeakRef, int, int]]] = ({}, [])
         self._outlived: dict[Site, int] = {}
         self.new_step()
@@ -39,30 +39,30 @@ class Churn:
         self.fresh: list[tuple[Site, StorageWeakRef, int, int]] = []
 
     def add(self, outs: Any, site: Site, least: int, weight_matmuls: int) -> None:
-        """`weight_matmuls`: products with a weight so far, which tell a model's layers from a loop."""
+        """Record a buffer. `weight_matmuls`: matmuls with a weight so far, to tell layers from a loop."""
         for out in outs:
             if out.nbytes >= least:
                 self.fresh.append((site, StorageWeakRef(out.untyped_storage()), out.nbytes, weight_matmuls))
 
     def close(self) -> dict[Site, Tally]:
-        """Buffers of this step. Those that outlive the next step as well are taken off when it ends."""
+        """Return the buffers of this step. Those that also outlive the next step are removed at its end."""
         self.settle()
         tallies: dict[Site, Tally] = {}
         spans: dict[Site, tuple[int, int]] = {}
         for site, _, num_bytes, weight_matmuls in self.fresh:
             spans[site] = (spans.get(site, (weight_matmuls, 0))[0], weight_matmuls)
             tally(tallies, site, num_bytes)
-        # The activations of a frozen model are no churn: layers stand between one buffer and the next.
+        # The activations of a frozen model are not churn: layers run between one buffer and the next.
         tallies = {s: t for s, t in tallies.items() if spans[s][1] - spans[s][0] < t.count / 2}
         self._earlier = (tallies, self.fresh)
         return tallies
 
     def settle(self, last: bool = False) -> None:
-        """Take off the buffers of the step before that are still alive: they are kept, not dropped.
+        """Remove the buffers of the previous step that are still alive: they are in use.
 
-        A variable that is bound anew in every step holds its value until then and does not count. So what is
-        alive at the end of its own step (`last`: no later step will tell) counts as kept only if earlier
-        steps showed it, or if it is more than one value of the line.
+        A variable that is reassigned in every step holds its value until then and does not count. So a buffer
+        that is alive at the end of its own step (`last`: there is no later step) counts as in use only if
+        earlier steps showed it, or if it is more than one value of the line.
         """
         tallies, fresh = self._earlier
         alive: dict[Site, int] = {}

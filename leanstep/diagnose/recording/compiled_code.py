@@ -1,10 +1,10 @@
-"""What torch.compile does to the step: graphs, the rest of each line in them, breaks, recompilations.
+"""Effects of torch.compile on the step: graphs, what remains of each line, breaks, recompilations.
 
 Compiled functions run eagerly while ops are recorded, because the compiler does not work under a dispatch
-mode. Before and after that they run compiled, and every graph that Dynamo passes to the user's backend is
-read; its nodes record their source lines. For Inductor the kernels after fusion are read, for other
-AOTAutograd backends the ATen calls; any other backend is assumed to run the calls of the graph as they are.
-Inductor's disk caches are bypassed, because a cached graph has no source lines.
+mode. At all other times they run compiled, and every graph that Dynamo passes to the user's backend is read;
+its nodes record their source lines. For Inductor the kernels after fusion are read, for other AOTAutograd
+backends the ATen calls; any other backend is assumed to run the calls of the graph as they are. Inductor's
+disk caches are bypassed, because a cached graph has no source lines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that a compiled forward keeps for its backward."""
+    """A tensor that a compiled forward saves for its backward."""
 
     place: Place
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Saved:
 
 @dataclass
 class Graph:
-    """One graph as a backend got it. `level`: kernels, ATen calls, or calls (of the program itself)."""
+    """One graph as passed to a backend. `level`: kernels, ATen calls, or calls (of the program itself)."""
 
     function: str
     place: Place | None
@@ -96,7 +96,7 @@ class Interruption:
 
 
 class CompiledCode:
-    """The compiler as a recording meets it: held off while ops are recorded, read at all other times."""
+    """Disables the compiler while ops are recorded, and reads its graphs at all other times."""
 
     def __init__(self) -> None:
         self._stance: Any = None
@@ -104,14 +104,14 @@ class CompiledCode:
         self._current: list[Graph] = []
         self._began, self._breaks_before = 0.0, 0
         self._steps = 0
-        # Inductor's part of the reading begins with its first graph and ends with the reading.
+        # Inductor's kernels are read from its first graph until reading ends.
         self._reading: contextlib.ExitStack | None = None
         self._reads_inductor = False
 
     # While ops are recorded
 
     def enter(self) -> None:
-        # A stance of the user's own (fail_on_recompile ...) is put back afterwards.
+        # The user's own stance (fail_on_recompile ...) is restored afterwards.
         dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
         if dynamo is not None and self._stance is None:
             self._stance = dynamo._stance
@@ -128,7 +128,7 @@ class CompiledCode:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Read every graph that is compiled meanwhile. Names that torch no longer has are passed over."""
+        """Read every graph that is compiled meanwhile. Names that torch no longer has are skipped."""
         with contextlib.ExitStack() as stack:
             self._reading = stack
             with contextlib.suppress(ImportError, AttributeError):
@@ -141,7 +141,7 @@ class CompiledCode:
             yield
 
     def step_ended(self) -> None:
-        """A step ran compiled from beginning to end: runs of a graph are counted per step."""
+        """Count a step that ran fully compiled: runs of a graph are counted per step."""
         self._steps += 1
 
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,7 +226,7 @@ class CompiledCode:
             graph.saved += [] if backward else _outputs(gm)
 
     def _graph_with(self, kernels: list[Kernel]) -> Graph | None:
-        """A backward is compiled when it first runs: it belongs to the graph with the same lines."""
+        """Match a backward, compiled when it first runs, to the forward graph with the same lines."""
 
         def places(some: list[Kernel]) -> set[Place]:
             return {place for kernel in some for _, place in kernel.ops}
@@ -236,7 +236,7 @@ class CompiledCode:
 
     def _aot(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def aot(mod: Any, args: Any, fw_compiler: Any, bw_compiler: Any = None, *more: Any, **kw: Any) -> Any:
-            # Inductor's compilers are objects that a cache knows; its kernels are read instead.
+            # Inductor caches by compiler object, so these are not wrapped; its kernels are read instead.
             if self._current and self._current[-1].backend != "inductor":
                 graph = self._current[-1]
                 bw_compiler = self._reading_aten(bw_compiler or fw_compiler, graph, True)
@@ -272,18 +272,18 @@ class CompiledCode:
         if not backward:
             graph.saved += _outputs(gm)
 
-    # Answers
+    # Results
 
     @property
     def graphs(self) -> list[Graph]:
-        """The graph that each frame runs now."""
+        """Return the graph that each frame currently runs."""
         return list(self._graphs.values())
 
     def runs_per_step(self, graph: Graph) -> float:
         return graph.runs / max(self._steps, 1)
 
     def interruptions(self) -> list[Interruption]:
-        """Graph breaks and recompilations since the reading began, the most expensive first."""
+        """Return graph breaks and recompilations since reading began, most expensive first."""
         utils: Any = sys.modules.get("torch._dynamo.utils")
         if utils is None or not self._began:
             return []
@@ -297,7 +297,7 @@ class CompiledCode:
 
 
 class _Interruptions:
-    """Interruptions of one kind, line and reason, joined."""
+    """Interruptions merged by kind, line and reason."""
 
     def __init__(self) -> None:
         self._joined: dict[tuple[str, Place, str], Interruption] = {}
@@ -321,7 +321,7 @@ class _Interruptions:
             self._resumed_s[place] = self._resumed_s.get(place, 0.0) + seconds
 
     def add_break(self, reason: Any) -> None:
-        """A graph break; the compilation of the code after it is charged to the first break on a line."""
+        """Record a graph break; compiling the code after it is charged to the first break on a line."""
         frame = next((f for f in reversed(reason.user_stack) if _is_shown(f.filename, f.name)), None)
         if frame is not None:
             place = (frame.filename, frame.lineno or 0)
@@ -341,7 +341,7 @@ class _Interruptions:
 
 
 def first_sentence(reason: str) -> str:
-    """Dynamo explains over many lines: the first says what, and "Explanation:" why."""
+    """Shorten Dynamo's multi-line message: the first line says what, and "Explanation:" says why."""
     if reason.startswith("generic_jump"):
         return f"a branch on a tensor's value ({reason})"
     # Recompilations begin with the number of the guarded code, such as "0/0: ".
@@ -363,7 +363,7 @@ def _is_shown(file: str, function: str) -> bool:
 
 
 def place_of(node: Any) -> Place | None:
-    """The innermost line of a node that is not torch's own."""
+    """Return the innermost line of a node outside torch."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [(file, int(number)) for file, number, function in frames if _is_shown(file, function)]
     return own[-1] if own else None
@@ -387,7 +387,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def _outputs(gm: Any) -> list[Saved]:
-    """What a forward graph returns and computes itself: results, and what its backward needs."""
+    """Return the tensors that a forward graph computes and returns: results and inputs of its backward."""
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     saved = []
     for node in output.all_input_nodes:

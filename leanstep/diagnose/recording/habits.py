@@ -1,4 +1,4 @@
-"""Habits that cost a step: attention matrices, float64, copies of weights, graphs that are kept."""
+"""Habits that waste time: attention matrices, float64, copies of weights, retained graphs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from leanstep.diagnose.recording.ops import OpInfo, out_of_order
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Tally, tally
 from leanstep.script.lines import Site
 
-# Below this an op is not looked at.
+# Smaller ops are ignored.
 MIN_BYTES = 16 * 1024
-# Queries and keys of an attention matrix: fewer are a set of experts or heads.
+# Minimum queries and keys of an attention matrix: fewer are a set of experts or heads.
 MIN_TOKENS = 64
 BACKWARD_CALLS = frozenset({Tensor.backward, torch.autograd.backward})
 
@@ -28,13 +28,13 @@ class Habits:
         self.clones: dict[Site, Tally] = {}
         self.indexed: dict[Site, Tally] = {}
         self.retained: dict[Site, Tally] = {}
-        # Products of two activations, and what was computed from them elementwise: storage -> keys.
+        # Products of two activations, and elementwise results of them: storage -> keys.
         self._scores: dict[int, int] = {}
 
     def on_op(
         self, info: OpInfo, args: Sequence[Any], outs: Sequence[Tensor], site: Site, phase: str
     ) -> None:
-        """An op with a large output, dispatched by a line and not by the backward of one."""
+        """Record an op with a large output that a line dispatches itself, not its backward."""
         out = outs[0]
         if out.dtype is torch.float64:
             tally(self.doubles, site, sum(o.nbytes for o in outs), 1, info.name)
@@ -50,16 +50,16 @@ class Habits:
                 tally(self.attention, site, out.nbytes, 1, shape)
 
     def on_scores(self, out: Tensor, keys: int) -> None:
-        """A product of activations: a row of `keys` columns per query."""
+        """Record a product of activations: a row of `keys` columns per query."""
         if keys >= MIN_TOKENS and torch.is_grad_enabled():
             self._scores[out.untyped_storage()._cdata] = keys
 
     def on_clone(self, weight: Tensor, out: Tensor, site: Site) -> None:
-        """A copy of a weight; one into the other layout is a transposed copy."""
+        """Record a copy of a weight; a copy into the other layout is a transposed copy."""
         if not out_of_order(weight):
             tally(self.clones, site, out.nbytes)
 
     def on_backward_call(self, kwargs: dict[str, Any], site: Site | None) -> None:
-        """A call of backward(); a second derivative needs its graph."""
+        """Record a call of backward(); a second derivative needs its graph."""
         if site is not None and kwargs.get("retain_graph") and not kwargs.get("create_graph"):
             tally(self.retained, site)

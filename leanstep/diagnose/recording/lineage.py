@@ -1,10 +1,10 @@
-"""Where the tensors of a step come from, by storage: which product the loss reads, what is the host's own.
+"""Origins of a step's tensors, by storage: which matmul the loss reads, and which data is on the host.
 
-A head is a product with a weight whose output the loss reads over its columns: a softmax, a look-up of the
-target's column. The width alone says nothing: the widest layer of a small model is its MLP.
+A head is a matmul with a weight whose output the loss reads over its columns: a softmax, or a lookup of the
+target's column. Width alone is not enough: the widest layer of a small model is its MLP.
 
-Tensors that meet in one op are on one device, except for scalars. So host data is what never meets the model,
-neither itself nor anything computed from it or with it.
+Tensors used together in one op are on one device, except for scalars. So host data is data that is never used
+together with the model, neither itself nor anything computed from it or with it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ CLASS_READS: dict[str, int | None] = {
     "nll_loss2d_forward": None,
     "index": None,
 }
-# A product narrower than this many times its inner side is a router or a classifier of a few classes: the
-# rows of such a head cost less than what is in front of it.
+# A matmul narrower than this many times its inner dimension is a router or a classifier of a few classes: the
+# rows of such a head cost less than the layers before it.
 HEAD_RATIO = 2
 
 
@@ -45,7 +45,7 @@ class Product:
 
 
 class Products:
-    """Outputs of products with a weight, followed through ops that keep their width, and what reads them."""
+    """Outputs of matmuls with a weight, tracked through ops that preserve their width, and their readers."""
 
     def __init__(self) -> None:
         # storage of a tensor -> the product it comes from
@@ -55,7 +55,7 @@ class Products:
         self.heads: dict[int, Product] = {}
 
     def follow(self, name: str, args: Sequence[Any], product: Product, outs: Iterable[Tensor]) -> None:
-        """An op took a tensor that comes from `product`."""
+        """Record that an op reads a tensor that comes from `product`."""
         width = product.width
         if name in CLASS_READS and self._reads(name, args, width):
             # The latest one: a model that generates and is trained in one step reads its head twice.
@@ -81,7 +81,7 @@ class Products:
 
 
 class Family:
-    """Tensors that are on one device because they met in an op; `met`: and so did the model."""
+    """Tensors on one device because an op used them together; `met`: the model is among them."""
 
     __slots__ = ("met", "on_host", "parent")
 
@@ -105,7 +105,7 @@ class Families:
 
     def __init__(self) -> None:
         self._known: dict[int, Family] = {}
-        # Before the first op of the model is seen, what was there already may be its loss.
+        # Before the first op of the model, existing tensors may include its loss.
         self.model_seen = True
 
     def of(self, storage: int) -> Family:
@@ -116,17 +116,20 @@ class Families:
         return family
 
     def create(self, storage: int) -> None:
-        """The storage has been made out of nothing: whatever was there before is gone."""
+        """Record a new allocation: whatever had this storage address before is gone."""
         self._known[storage] = Family()
 
     def meet_model(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
-        """An op took these together with a value of the model. A scalar may come from the host."""
+        """Record an op that reads these together with a value of the model.
+
+        A scalar may come from the host.
+        """
         for storage, tensor in tensors:
             if tensor.ndim:
                 self.of(storage).root().met = True
 
     def join(self, tensors: Sequence[tuple[int, Tensor]], outs: Iterable[int]) -> None:
-        """An op took these, and no value of the model, and wrote `outs`."""
+        """Record an op that reads these and no value of the model, and writes `outs`."""
         if not tensors:
             for storage in outs:
                 self.create(storage)
@@ -142,14 +145,14 @@ class Families:
             self._known[storage] = first
 
     def leave_host(self, storage: int) -> None:
-        """`.to(device)`: what was read of it so far was on the host."""
+        """Record `.to(device)`: all earlier reads of the tensor were on the host."""
         family = self._known.pop(storage, None)
         if family is not None:
             family.on_host = True
 
 
 def moves_to_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `Tensor.to` names a device: how a script that runs anywhere leaves the host."""
+    """Return whether a call of `Tensor.to` names a device, as device-independent scripts do."""
     return any(isinstance(arg, (str, torch.device)) for arg in (*args[1:], kwargs.get("device")))
 
 

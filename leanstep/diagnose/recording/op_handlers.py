@@ -1,4 +1,4 @@
-"""What is special about an op: one handler per kind of op, looked up once per overload.
+"""Op-specific counters: one handler per kind of op, looked up once per overload.
 
 Every counted op adds to the counters of its line. The ops listed in `HANDLERS` add more: matmuls their shape
 and FLOPs, casts what they repeat, backward ops the buffers they fill, copies the layouts they change.
@@ -43,7 +43,7 @@ INTO_ZEROS = {
 
 
 def handler_of(info: OpInfo) -> Handler | None:
-    """The handler of an op, None for most ops."""
+    """Return the handler of an op, None for most ops."""
     if not info.schema_name.startswith("aten::"):
         return None
     return on_fused_products if info.products is not None else HANDLERS.get(info.name)
@@ -81,7 +81,7 @@ def matmul_shape(name: str, first: Tensor, second: Tensor) -> tuple[int, int, in
 
 
 def _follow_wide_product(state: StepState, op: OpRun, product: Product) -> None:
-    """A product wide enough for a head: it is one if the loss reads its columns."""
+    """Record a matmul wide enough for a head: it is one if the loss reads its columns."""
     out = op.outs[0]
     state.products.of[out.untyped_storage()._cdata] = product
     state.wide.setdefault(product.width, LiveBytes())
@@ -99,9 +99,9 @@ def _on_head_backward(state: StepState, node: Any, first: Tensor, second: Tensor
 
 
 def _on_backward_by_hand(state: StepState, gradient: Tensor, second: Tensor) -> None:
-    """A hand-written backward multiplies the gradient of a tile of logits with a slice of the head.
+    """Handle a hand-written backward that multiplies the gradient of a logit tile by a slice of the head.
 
-    A row that is dead in one tile is dead in all of them: the first slice of the weight is counted.
+    A row that is dead in one tile is dead in all of them, so only the first slice of the weight counts.
     """
     weight = state.weight_of(second)
     head = state.products.heads.get(weight[0]) if weight is not None else None
@@ -127,7 +127,7 @@ def _count_dead_rows(state: StepState, operand: Tensor, head: HeadProduct) -> bo
     transposed = (*shape[:-2], shape[-1], shape[-2]) if len(shape) > 1 else shape
     if actual not in (shape, transposed) or operand.is_meta or state.is_parameter(operand):
         return False
-    # The shape of a square gradient says nothing about its orientation: its strides do.
+    # For a square gradient the strides, not the shape, tell its orientation.
     square = shape == transposed and len(shape) > 1
     if actual != shape or (square and operand.stride(-1) > operand.stride(-2)):
         operand = operand.mT
@@ -146,11 +146,11 @@ def _count_dead_rows(state: StepState, operand: Tensor, head: HeadProduct) -> bo
 
 
 def on_fused_products(state: StepState, op: OpRun) -> None:
-    """Products inside another op: attention, grouped matmuls, convolutions."""
+    """Count matmuls inside another op: attention, grouped matmuls, convolutions."""
     assert op.info.products is not None
     counted = op.info.products.count(op.args, op.kwargs, op.outs)
     if counted is None:
-        text = "attention over packed sequences: only the device knows how many products it makes"
+        text = "attention over packed sequences: only the device knows how many FLOPs it computes"
         state.run.note("dropped", "", text)
         return
     for phase, flops in ((op.phase, counted.flops), (RECOMPUTE, counted.repeated)):
@@ -201,13 +201,13 @@ def on_zeros(state: StepState, op: OpRun) -> None:
 
 
 def on_whole_buffer(state: StepState, op: OpRun) -> None:
-    """A backward op that writes a whole buffer for a small gradient, its first argument."""
+    """Record a backward op that writes a whole buffer for a small gradient, its first argument."""
     if op.phase == BACKWARD:
         _count_zero_fill(state, op, op.args[0])
 
 
 def on_write_into_zeros(state: StepState, op: OpRun) -> None:
-    """A backward op that writes a small gradient into zeros that were allocated for it."""
+    """Record a backward op that writes a small gradient into zeros that were allocated for it."""
     if op.phase != BACKWARD:
         return
     storage = op.args[0].untyped_storage()._cdata
@@ -240,7 +240,7 @@ def on_clone(state: StepState, op: OpRun) -> None:
 
 
 def on_index(state: StepState, op: OpRun) -> None:
-    """weight[ids]: rows of a matrix by integer ids, with a gradient to come."""
+    """Record weight[ids]: rows of a matrix read by integer ids, with gradients."""
     if not op.direct or op.in_engine or op.phase != FORWARD or not op.created_node or op.flags & IN_LEANSTEP:
         return
     source, indices = op.args[0], op.args[1]

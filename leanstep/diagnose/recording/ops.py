@@ -14,12 +14,12 @@ from leanstep.flops import MATMULS, FusedProducts
 from leanstep.script.lines import Site
 from leanstep.script.syncs import is_candidate
 
-# Ops that launch nothing: they rename, allocate without writing, or ask a question about shapes.
+# Ops that launch nothing: they create views, allocate without writing, or query shapes.
 NO_KERNEL = frozenset(
     "_unsafe_view _reshape_alias detach detach_ alias lift lift_fresh set_ resize_ is_same_size "
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided _local_scalar_dense".split()
 )
-# The address of a tensor's storage, which `untyped_storage()._cdata` is as well, for half the time.
+# The address of a tensor's storage: same as `untyped_storage()._cdata`, in half the time.
 storage_of: Callable[[Tensor], int] = getattr(
     torch._C, "_storage_address", lambda tensor: tensor.untyped_storage()._cdata
 )
@@ -29,9 +29,9 @@ _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 
 
 class OpInfo:
-    """What is known about an op before it runs; made once per overload.
+    """Static facts about an op, computed once per overload.
 
-    `handler` counts what is special about the op, see `op_handlers.py`; most ops have none.
+    `handler` updates op-specific counters, see `op_handlers.py`; most ops have none.
     `makes_buffer`: the output is a new buffer, and not that of a cast or a matmul.
     """
 
@@ -68,7 +68,7 @@ class OpInfo:
 class OpRun:
     """One run of an op: what the recorder knows about it, filled in step by step.
 
-    One is made per op of the step, so it has slots, and only what is needed of an op is set.
+    One is created per op of the step, so it has slots, and only the needed attributes are set.
     """
 
     __slots__ = (
@@ -86,9 +86,9 @@ class OpRun:
     node: Any
     number: int
     in_engine: bool
-    # The node is torch's own: the op works on gradients, and no line dispatched it.
+    # A built-in node: the op works on gradients, and no line dispatched it.
     built_in: bool
-    # Whether gradients are on, and whether the op made a node; not set in built-in nodes.
+    # Whether gradients are enabled, and whether the op created a node; not set in built-in nodes.
     grad: bool
     created_node: bool
     # Code ids of the functions that called an op of a forward without gradients.
@@ -99,7 +99,7 @@ class OpRun:
     read_bytes: int
     written_bytes: int
     max_bytes: int
-    # What the inputs depend on: any parameter, one that an optimizer holds, a product with a weight.
+    # What the inputs depend on: any parameter, one that an optimizer holds, a matmul with a weight.
     tainted: bool
     trained: bool
     product: Product | None
@@ -110,13 +110,13 @@ class OpRun:
     def __init__(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         self.info, self.args, self.kwargs = info, args, kwargs
         self.tensors = tensors_among(args, info.tensor_positions)
-        # An input has no storage, such as a sparse tensor: the op is counted and not looked into.
+        # An input has no storage, such as a sparse tensor: the op is counted but not inspected.
         self.opaque = False
         self.flops = 0
 
 
 def tensors_among(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[Tensor]:
-    """The tensors among an op's arguments and in its lists of tensors."""
+    """Return the tensors among an op's arguments and in its lists of tensors."""
     tensors: list[Tensor] = []
     count = len(args)
     for position in positions:
@@ -124,7 +124,7 @@ def tensors_among(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[Ten
             break
         arg = args[position]
         kind = type(arg)
-        # A look-up costs less than `isinstance` of torch's classes.
+        # A lookup costs less than `isinstance` with torch's classes.
         if kind in _TENSORS:
             tensors.append(arg)
         elif kind is list or kind is tuple:
@@ -143,7 +143,7 @@ def output_tensors(out: Any) -> Sequence[Tensor]:
 
 
 def different_order(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape store their dimensions in a different order."""
+    """Return whether two tensors of one shape store their dimensions in different orders."""
     if a.shape != b.shape or a.ndim < 2:
         return False
     dims = [d for d, size in enumerate(a.shape) if size > 1]
@@ -154,13 +154,13 @@ def different_order(a: Tensor, b: Tensor) -> bool:
 
 
 def out_of_order(tensor: Tensor) -> bool:
-    """Whether the dimensions are not stored outermost first: a transposed view, not merely a slice."""
+    """Return whether dimensions are not stored outermost first: a transposed view, not merely a slice."""
     strides = [s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and s]
     return any(outer < inner for outer, inner in itertools.pairwise(strides))
 
 
 def widens(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether `target` represents every value of `source` exactly, so that casting back loses nothing."""
+    """Return whether `target` represents every value of `source` exactly: casting back loses nothing."""
     if source == target:
         return False
     if source == torch.bool:

@@ -1,4 +1,4 @@
-"""Host reads of the running step: which calls and ops are one, and whose value it was."""
+"""Host reads of the running step: which calls and ops are reads, and of which values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from leanstep.script.syncs import HostCopies, call_read, run_read_call
 
 
 class ReadCounter:
-    """Counts reads into the state of a recorder, or leaves them pending until it is known whose they are."""
+    """Counts reads in a recorder's state; reads of values of unknown origin stay pending."""
 
     def __init__(self, recorder: Any) -> None:
         self.recorder = recorder
         self.copies = HostCopies()
-        # Of tensors on a device, which torch's sync debugging sees as well.
+        # Reads of device tensors, which torch's sync debugging also reports.
         self.on_device = 0
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,7 +36,7 @@ class ReadCounter:
         return run_read_call(func, args, kwargs, kind, self.copies, self._num_reads, self._count_call)
 
     def _leave_host(self, tensor: Tensor, frame: FrameType) -> None:
-        # A library's `.to(x.device)` says nothing: most of them move nothing.
+        # Ignore a library's `.to(x.device)`: most of these calls move nothing.
         site, _ = self.recorder.stack.locate(frame, False)
         if site is not None and not site.line.library and tensor.layout is torch.strided:
             self.recorder.state.families.leave_host(tensor.untyped_storage()._cdata)
@@ -66,14 +66,14 @@ class ReadCounter:
     def count(
         self, kind: str, target: Tensor | None, site: Site, phase: str, flags: int, tainted: bool
     ) -> None:
-        """One read at `site`; `tainted`: the value depends on a parameter."""
-        # torch's optimizers keep their step counters on the host; a sampler's permutation is there as well.
+        """Count one read at `site`; `tainted`: the value depends on a parameter."""
+        # torch's optimizers keep their step counters on the host, as samplers do with permutations.
         if flags & (IN_COUNTER | IN_DATA | IN_LEANSTEP):
             return
         if target is not None and self.copies.holds(target):
             return
         recorder = self.recorder
-        # A GradScaler asks whether gradients overflowed: these come from the model, whoever adds them up.
+        # A GradScaler checks whether gradients overflowed: these values come from the model.
         tainted |= bool(flags & IN_SCALER)
         if recorder.accelerator and target is not None and target.device.type == "cpu" and kind != "cpu":
             return

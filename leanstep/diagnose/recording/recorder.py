@@ -1,7 +1,7 @@
 """The recorder: two modes and a saved-tensor hook that turn a running step into counters.
 
-Everything here runs once per op of the user's step, so it looks at cheap things first (names, sizes) and at
-strides, versions and rows only past the byte thresholds. No value on a device is read while the step runs.
+Everything here runs once per op of the user's step, so it checks cheap attributes first (names, sizes), and
+strides, versions and rows only above the byte thresholds. It reads no device value while the step runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _grad_enabled = torch.is_grad_enabled
 
 
 class Recorder(RunRecord):
-    """Counts the ops of a step by line. `watch.py` switches it on and off and says where steps end."""
+    """Counts the ops of a step by line. `watch.py` starts and stops it and marks the ends of steps."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         super().__init__(limits)
@@ -82,19 +82,19 @@ class Recorder(RunRecord):
         return self._ops, self._calls, self._hooks
 
     def start(self) -> None:
-        """Start recording; autograd nodes that exist already have no line."""
+        """Start recording; autograd nodes that already exist have no line."""
         if source.sequence_number is not None:
             self._last_number = source.sequence_number()
         self.state.families.model_seen = False
         self.active = True
 
     def failed(self, error: Exception) -> None:
-        """Note an error of the recorder, which must not break the user's step."""
+        """Record an error of the recorder, which must not break the user's step."""
         if len(self.errors) < 10:
             self.errors.append(f"{type(error).__name__}: {error}")
 
     def new_step(self) -> None:
-        """Drop what belongs to the step that just ended."""
+        """Drop the state of the step that just ended."""
         self.stack.new_step()
         self._copies.clear()
         self.lines.new_step()
@@ -139,17 +139,17 @@ class Recorder(RunRecord):
                 self.survivors.add(op.outs, op.site)
 
     def _note_gradients(self, outs: Sequence[Tensor]) -> None:
-        """What an autograd node computes is a gradient, even if it met no weight yet. Hooks may read it."""
+        """Mark outputs of an autograd node as gradients, even before a weight; hooks may read them."""
         for tensor in outs:
             with contextlib.suppress(RuntimeError):
                 self.state.gradients_under_way.add(storage_of(tensor))
 
     def _on_rename(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
-        """Saving a tensor for the backward detaches it: the most frequent op of all, and no work."""
+        """Handle detach, the most frequent op: saving a tensor for the backward detaches it, at no cost."""
         if self._copies.held and args:
             self._copies.follow((args[0],), out)
         if info.name == "lift_fresh":
-            # torch.tensor(...) allocated it a moment ago, perhaps where a value of the model was.
+            # torch.tensor(...) has just allocated it, possibly at the address of a freed model tensor.
             storage = out.untyped_storage()._cdata
             self.state.tainted.discard(storage)
             self.state.families.create(storage)
@@ -157,7 +157,7 @@ class Recorder(RunRecord):
     # Where an op runs
 
     def _locate(self, op: OpRun, frame: FrameType) -> None:
-        """The line and the phase of an op."""
+        """Set the line and the phase of an op."""
         current_node, sequence_number = source.current_node, source.sequence_number
         op.node = node = current_node() if current_node is not None else None
         site, flags = self.stack.locate(frame, node is not None or current_node is None)
@@ -188,7 +188,7 @@ class Recorder(RunRecord):
             self._note_flags(flags, site)
 
     def _find_phase(self, op: OpRun, frame: FrameType) -> None:
-        """Tell an op of the forward from one of an optimizer, outside of the backward."""
+        """Distinguish ops of the forward from ops of an optimizer, outside the backward."""
         if self._in_backward:
             self._end_backward()
         op.grad = grad = _grad_enabled()
@@ -199,7 +199,7 @@ class Recorder(RunRecord):
             self.state.families.model_seen = True
         in_optimizer = op.flags & IN_OPTIM
         if self.stepping and not in_optimizer and not self.stack.inside(frame, IN_OPTIM):
-            # A step() that raised never reported its end.
+            # A step() that raised did not report its end.
             self.stepping.clear()
         if in_optimizer or (self.stepping and not created):
             op.phase = OPTIMIZER
@@ -225,7 +225,7 @@ class Recorder(RunRecord):
             self._log_weight(op, tensor, storage)
 
     def _follow_inputs(self, op: OpRun) -> None:
-        """Add up the bytes of the inputs, and note what they depend on."""
+        """Add up the bytes of the inputs, and record what they depend on."""
         state, held = self.state, self.held
         products, product = state.products.of, None
         total = largest = 0
@@ -260,9 +260,9 @@ class Recorder(RunRecord):
         state = self.state
         is_parameter = type(tensor) is torch.nn.Parameter
         if storage in state.tainted and not is_parameter and storage not in self.parameters:
-            # An activation, also as a leaf that was cut out of the graph (detach().requires_grad_()).
+            # An activation, including a detached leaf (detach().requires_grad_()).
             return False
-        # In a backward written in Python; not in a forward that a checkpoint runs again.
+        # In a backward written in Python; not in a forward that a checkpoint recomputes.
         in_backward = op.in_engine and op.phase != RECOMPUTE
         if op.grad and not in_backward and op.phase != OPTIMIZER:
             if tensor.requires_grad and tensor.is_leaf:
@@ -278,7 +278,7 @@ class Recorder(RunRecord):
         return True
 
     def _follow_outputs(self, op: OpRun) -> None:
-        """Add up the bytes of the outputs, and note what they depend on."""
+        """Add up the bytes of the outputs, and record what they depend on."""
         state = self.state
         products = state.products.of
         tainted, largest = op.tainted, op.max_bytes
@@ -310,7 +310,7 @@ class Recorder(RunRecord):
             state.products.follow(op.info.name, op.args, op.product, op.outs)
 
     def _follow_trained(self, op: OpRun, storages: list[int]) -> None:
-        """Note whether a parameter that an optimizer holds leads to the outputs."""
+        """Record whether the outputs depend on a parameter that an optimizer holds."""
         state = self.state
         if op.trained:
             state.trained.update(storages)
@@ -343,7 +343,7 @@ class Recorder(RunRecord):
             parameter.first_use = site
 
     def _on_parameter_writes(self, op: OpRun) -> None:
-        """A parameter written outside the backward: this is an update, and its function an optimizer."""
+        """Record a parameter write outside the backward: it is an update, and its function an optimizer."""
         for position in op.info.writes:
             if position >= len(op.args):
                 continue
@@ -368,13 +368,13 @@ class Recorder(RunRecord):
             )
 
     def on_positions_again(self, caller: FrameType, length: int) -> None:
-        """Generation computes the positions before its new token once more."""
+        """Record generation that recomputes the positions before its new token."""
         site, _ = self.stack.locate(caller, False)
         if site is not None:
             tally(self.state.again, site, length)
 
     def on_context_lost(self, caller: FrameType) -> None:
-        """Generation goes on with an empty cache."""
+        """Record generation that continues with an empty cache."""
         site, _ = self.stack.locate(caller, False)
         if site is not None:
             tally(self.state.no_context, site, 0)
@@ -431,7 +431,7 @@ hide_from_compiler(Recorder._pack, _identity)
 
 
 def _add_sizes(op: OpRun) -> None:
-    """The engine's own ops work on gradients: only their sizes matter."""
+    """Count an op of the autograd engine, which works on gradients: only sizes matter."""
     total = written = largest = 0
     for tensor in op.tensors:
         try:

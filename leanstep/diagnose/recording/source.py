@@ -1,6 +1,6 @@
-"""The way back from a backward op to its forward line.
+"""Map backward ops to their forward lines.
 
-Three private names of torch lead there. They are looked up once, here; without them forward findings still
+This needs three private names of torch, looked up once here. Without them forward findings still
 work and backward ops are reported as "line unknown".
 """
 
@@ -25,7 +25,7 @@ DEEP_GRAPH = 4_000
 
 
 def missing_private_names() -> list[str]:
-    """What torch no longer offers, in words for the header; empty when all is there."""
+    """Return what this torch lacks, as text for the header; empty if nothing is missing."""
     missing = []
     if current_node is None:
         missing.append("torch._C._current_autograd_node")
@@ -35,16 +35,16 @@ def missing_private_names() -> list[str]:
 
 
 class AutogradLines:
-    """The forward line behind each autograd node: sites by the sequence number of the node they made."""
+    """The forward line of each autograd node: sites by the sequence number of the node they created."""
 
     def __init__(self) -> None:
         # Two generations: a graph may outlive the step that built it.
         self._sites: dict[int, Site] = {}
         self._older_sites: dict[int, Site] = {}
-        # Asking for a node gives it a Python object for life, and torch frees a chain of nodes that have one
-        # recursively: tens of thousands overflow the stack. Held here until the step after the next, the
-        # graph of a step is gone before its nodes are, one by one: a deque frees its first item first, and
-        # the backward came from the loss.
+        # Accessing a node creates a Python object that lives as long as the node, and torch frees a chain of
+        # such nodes recursively: tens of thousands overflow the stack. They are held here until the step
+        # after the next, so that the graph is freed before its nodes, which are then freed one by one: a
+        # deque frees its first item first, and the backward starts at the loss.
         self._nodes: deque[Any] = deque()
         self._deep_graphs: deque[deque[Any]] = deque()
         self._older_graphs: deque[deque[Any]] = deque()
@@ -66,7 +66,7 @@ class AutogradLines:
         self._nodes = deque()
 
     def site_of(self, node: Any, parameters: Mapping[int, Any]) -> Site:
-        """The forward line of a built-in node; of a leaf's gradient, the line that first used the leaf."""
+        """Return the forward line of a built-in node; for a leaf's gradient, the leaf's first use."""
         if node is None:
             return UNKNOWN
         if not self._nodes or self._nodes[-1] is not node:
@@ -82,7 +82,7 @@ class AutogradLines:
         site = self._sites.get(number)
         if site is not None:
             return site
-        # Views made in place create nodes without a dispatch: the nearest earlier node is on their line.
+        # In-place views create nodes without a dispatch: the nearest earlier node is on their line.
         for candidate in range(number, number - 4, -1):
             site = self._sites.get(candidate) or self._older_sites.get(candidate)
             if site is not None:

@@ -1,4 +1,4 @@
-"""The state of the step that is being recorded, and what becomes of it: a `StepRecord`."""
+"""The state of the step being recorded, and its conversion to a `StepRecord`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from leanstep.diagnose.step_records import (
 )
 from leanstep.script.lines import IN_LEANSTEP, Line, Site
 
-# Outputs from this size on may be what the step holds most of; never below `MIN_BYTES`.
+# Outputs of at least this size may dominate the step's memory; never below `MIN_BYTES`.
 LARGE_BYTES = 1024 * 1024
-# The parameters read between the runs of an op are counted from this many runs on.
+# The parameters read between the runs of an op are counted after this many runs.
 MIN_REPEATS = 8
 # Python code in torch 2.13; a method in C, which has no frame, in 2.15.
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
@@ -59,7 +59,7 @@ class OpCounts:
 
     @property
     def repeats(self) -> bool:
-        """Whether a line may dispatch the op in a loop: then the parameters read meanwhile are counted."""
+        """Return whether a line may dispatch the op in a loop: then parameters read meanwhile are counted."""
         return self.direct and self.count >= MIN_REPEATS
 
     @property
@@ -80,7 +80,7 @@ class OpCounts:
 
 
 class Amount(NamedTuple):
-    """Work that was recorded."""
+    """Recorded work."""
 
     ops: int = 0
     flops: int = 0
@@ -88,7 +88,7 @@ class Amount(NamedTuple):
 
 
 class HeadProduct(NamedTuple):
-    """A product with a weight that may be the head: its line, the shape of the logits, the factors' sizes."""
+    """A matmul with a weight that may be the head: its line, the shape of the logits, the input sizes."""
 
     site: Site
     shape: tuple[int, ...]
@@ -97,7 +97,7 @@ class HeadProduct(NamedTuple):
 
 
 class StepState:
-    """Counters in the form that is cheapest to add to. One object serves the whole recording."""
+    """Counters in the form that is cheapest to update. One object serves the whole recording."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
@@ -142,11 +142,11 @@ class StepState:
         self.again: dict[Site, Tally] = {}
         self.no_context: dict[Site, Tally] = {}
         self.unsaved: dict[tuple[Site, int], Tally] = {}
-        # Sites whose ops a trained parameter leads to, and sites of ops that only others lead to.
+        # Sites whose ops depend on a trained parameter, and sites that depend only on other parameters.
         self.trained: set[int] = set()
         self.trained_sites: set[Site] = set()
         self.idle_sites: set[Site] = set()
-        # Reads of what depends on no parameter: whose they are is known when the step is over.
+        # Reads of values that depend on no parameter: their origin is known only at the end of the step.
         self.reads_of_data: list[tuple[Site, str, str, Family]] = []
         self.pending_heads: list[tuple[HeadRecord, Tensor]] = []
         # Casts of weights -> storage and offset of the weight.
@@ -213,7 +213,7 @@ class StepState:
             self.habits.on_op(op.info, op.args, op.outs, op.site, op.phase)
 
     def _on_unsaved(self, op: OpRun) -> None:
-        """Logits, or a tensor of their size, without gradients: log-probs of an old policy, an entropy."""
+        """Record logits, or a tensor of their size, without gradients: old-policy log-probs, an entropy."""
         for out in op.outs:
             product = self.products.of.get(storage_of(out)) if out.ndim > 1 else None
             if product is None or product.width != out.shape[-1] or _in_autograd_function():
@@ -225,7 +225,7 @@ class StepState:
                 entry.add(Tally(1, out.nbytes, Counter({shape: 1})))
 
     def _add_wide(self, outs: Sequence[Tensor]) -> None:
-        """Add outputs of a wide product's width to the bytes that are alive at once."""
+        """Add outputs of a wide matmul's width to the bytes that are alive at once."""
         for out in outs:
             live = self.wide.get(out.shape[-1]) if out.ndim else None
             if live is not None:
@@ -238,19 +238,19 @@ class StepState:
         return storage in self.run.parameters or storage in self.derived
 
     def _is_narrower(self) -> bool:
-        """Whether some parameter is no float64: a model in float64 is so on purpose."""
+        """Return whether some parameter is not float64: a model in float64 is intended."""
         tensors = [parameter.tensor() for parameter in self.run.parameters.values()]
         return any(tensor is not None and tensor.dtype is not torch.float64 for tensor in tensors)
 
     def weight_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Storage and offset of the weight that `tensor` is, is a piece of or was cast from."""
+        """Return storage and offset of the weight that `tensor` is, is a slice of, or was cast from."""
         storage = tensor.untyped_storage()._cdata
         if storage in self.run.parameters or storage in self.frozen:
             return storage, int(tensor.storage_offset())
         return self.derived[storage][1:] if storage in self.derived else None
 
     def held_by_optimizers(self) -> set[int]:
-        """Storages of gradients and optimizer state; looked up once per run of the backward."""
+        """Return the storages of gradients and optimizer state, looked up once per backward."""
         stamp = self.backward_runs
         if self.gradients[0] != stamp:
             storages = set()
@@ -271,7 +271,7 @@ class StepState:
     # Ends
 
     def end_backward(self) -> None:
-        """The backward has run: what was saved for it is free again."""
+        """Record the end of a backward: its saved tensors are freed."""
         self.backward_runs += 1
         self.zero_storages.clear()
         self.gradients_under_way.clear()
@@ -306,7 +306,7 @@ class StepState:
         self.window, self.window_storages, self.window_bytes = [], set(), 0
 
     def close(self) -> StepRecord:
-        """Turn the counters into a record and start afresh."""
+        """Turn the counters into a record and reset them."""
         self._close_window()
         for head, dead in self.pending_heads:
             head.dead += int(dead)
@@ -352,7 +352,7 @@ class StepState:
         return record
 
     def _close_ops(self, record: StepRecord) -> None:
-        """Fill in the ops of the step, its FLOPs and the work of backwards that train nothing."""
+        """Fill in the step's ops, its FLOPs and the work of backwards that train nothing."""
         idle_sites = self.idle_sites - self.trained_sites
         spans = {counts.reads for counts in self.ops.values() if counts.repeats and not counts.chain}
         distinct = count_distinct(self.read_log, spans)
@@ -383,7 +383,7 @@ class StepState:
         return products
 
     def _final_phase(self, phase: str, chain: tuple[int, ...]) -> str:
-        """A function that wrote a parameter is an optimizer; that is known when the step is over."""
+        """Return the phase: a function that wrote a parameter is an optimizer, known only after the step."""
         return OPTIMIZER if chain and not self.run.writers.isdisjoint(chain) else phase
 
     def _unused_gradients(self) -> dict[Site, Tally]:
@@ -397,7 +397,7 @@ class StepState:
 
 
 def _in_autograd_function() -> bool:
-    """Whether a forward of `torch.autograd.Function` runs: gradients are off inside, and it makes its own."""
+    """Return whether a `torch.autograd.Function` forward runs: gradients are off inside."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -409,7 +409,7 @@ def _in_autograd_function() -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_functions(code: CodeType) -> bool:
-    """Whether this is the forward of a `torch.autograd.Function`."""
+    """Return whether this is the forward of a `torch.autograd.Function`."""
     kinds = [torch.autograd.Function]
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -417,11 +417,11 @@ def _is_functions(code: CodeType) -> bool:
 
 
 def _parameters_read(counts: OpCounts, distinct: dict[tuple[int, int], int]) -> int:
-    """How many parameters the step read between the first and the last run of an op that repeats."""
+    """Return how many parameters the step read between the first and the last run of a repeated op."""
     if not counts.repeats:
         return 0
     if counts.chain:
-        # Without gradients a model that runs again and again decodes or acts. That loop is no storm, so
-        # every read counts, not every parameter.
+        # Without gradients, a model that runs repeatedly decodes or acts. That loop is not a storm, so every
+        # read counts, not every parameter.
         return counts.last_read - counts.first_read
     return distinct[counts.reads]

@@ -1,7 +1,7 @@
-"""What outlives its step: buffers by line, and graphs whose backward has run.
+"""Objects that outlive their step: buffers by line, and graphs whose backward has run.
 
-A training that repeats itself drops in every step what it made in the step before. What a line makes in each
-step and never drops is memory that grows.
+A steady training frees in every step what the previous step allocated. Memory that a line allocates in each
+step and never frees is a leak.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from leanstep.diagnose.step_records import StepRecord, tally
 from leanstep.script.lines import Site
 
-# Smaller buffers are not followed: a logged loss is no leak.
+# Smaller buffers are not tracked: a logged loss is not a leak.
 MIN_BYTES = 1024
 _KEY = "leanstep"
 
@@ -33,26 +33,26 @@ class _Mark:
 class Survivors:
     """Buffers and graphs of the recorded steps that are still alive. References are weak: nothing is held.
 
-    on: whether enough steps will be recorded for a comparison; otherwise nothing is followed.
+    on: whether enough steps will be recorded for a comparison; otherwise nothing is tracked.
     """
 
     def __init__(self) -> None:
         self.on = False
         self._buffers: list[tuple[Site, StorageWeakRef, int]] = []
         self._graphs: list[tuple[Site, weakref.ref[_Mark]]] = []
-        # The steps before, each with what is still alive of it.
+        # Previous steps, each with its objects that are still alive.
         self._steps: list[tuple[StepRecord, list[Any], list[Any]]] = []
 
     def add(self, outs: Sequence[Tensor], site: Site) -> None:
-        """An op wrote into new buffers."""
+        """Track the new buffers that an op wrote."""
         for out in outs:
-            # A sparse tensor has no storage, nor has every subclass.
+            # Sparse tensors and some subclasses have no storage.
             if out.layout is torch.strided and out.nbytes >= MIN_BYTES:
                 with contextlib.suppress(RuntimeError):
                     self._buffers.append((site, StorageWeakRef(out.untyped_storage()), out.nbytes))
 
     def backward_begins(self, losses: Any, site: Site) -> None:
-        """Mark the last node of each graph that a backward is about to run through."""
+        """Mark the last node of each graph that a backward is about to traverse."""
         for loss in losses if isinstance(losses, (list, tuple)) else (losses,):
             node = getattr(loss, "grad_fn", None)
             if node is not None:
@@ -60,7 +60,7 @@ class Survivors:
                 self._graphs.append((site, weakref.ref(mark)))
 
     def end_step(self, record: StepRecord | None) -> None:
-        """`record`: the step's, None for one that is dropped. Forgets what has been freed meanwhile."""
+        """End a step and drop freed objects. `record`: the step's, None if the step is dropped."""
         if record is not None:
             self._steps.append((record, self._buffers, self._graphs))
         self._buffers, self._graphs = [], []
@@ -69,9 +69,9 @@ class Survivors:
             graphs[:] = [entry for entry in graphs if entry[1]() is not None]
 
     def settle(self) -> None:
-        """The last step is over: note in each record what is left of its step."""
+        """Store in each record what is still alive of its step after the last one."""
         if self._steps:
-            # Objects that refer to each other live until the garbage collector comes by.
+            # Reference cycles live until the garbage collector runs.
             gc.collect()
         for record, buffers, graphs in self._steps:
             storages = set()

@@ -1,9 +1,9 @@
-"""Where a recording takes hold of torch, and how it lets go again.
+"""Install and remove the recorder's hooks in torch.
 
 Two modes forward and report every op and call. Modes and saved-tensor hooks are on stacks shared with the
 user's code, and can be removed while others are above them. On a GPU, torch's own sync warnings are counted
 in addition to the recorder's reads, and replays of CUDA graphs are detected; otherwise this does nothing.
-What the process holds (optimizers, loaders, compiled kernels) is asked of the garbage collector.
+Optimizers, loaders and compiled kernels are found through the garbage collector.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CAN_HIDE = hasattr(_eval_frame, "set_code_exec_strategy")
 
 
 def hide_from_compiler(*functions: Any) -> None:
-    """Frames of the recorder below a compiled region are not for tracing."""
+    """Keep the compiler from tracing the recorder's frames inside a compiled region."""
     if _CAN_HIDE:
         skip = _eval_frame._FrameAction.SKIP
         for function in functions:
@@ -51,8 +51,8 @@ class OpMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function_modes_are_on():
-            # In a backward: a function mode would be called with the op that the engine dispatched below all
-            # of them, and at every look at a shape or a dtype.
+            # In a backward: a function mode would be called for every op that the engine dispatches, and for
+            # every access to a shape or dtype.
             with torch._C.DisableTorchFunction():
                 return self.__torch_dispatch__(func, types, args, kwargs)
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -91,7 +91,7 @@ _AUTOGRAD: Any = torch._C._autograd  # type: ignore[attr-defined]
 
 
 def leave_mode(mode: Any) -> None:
-    """Remove `mode` from its stack; modes above it are put back in their order."""
+    """Remove `mode` from its stack; modes above it are restored in order."""
     if isinstance(mode, TorchFunctionMode):
         size, pop, push = (
             torch._C._len_torch_function_stack,
@@ -114,7 +114,7 @@ def leave_mode(mode: Any) -> None:
 
 
 def reach_modes_again() -> None:
-    """Dispatch modes that were entered inside an inference_mode block: torch forgets them when it ends.
+    """Restore dispatch modes entered inside an inference_mode block, which torch drops when it ends.
 
     The end of the block restores the dispatch keys of its beginning, and with them "there is no mode".
     """
@@ -134,7 +134,7 @@ def _push_function(mode: Any) -> None:
 
 
 def as_it_is(packed: Any) -> Any:
-    """Unpacks what a saved-tensor hook did not change."""
+    """Return a saved tensor unchanged."""
     return packed
 
 
@@ -142,10 +142,10 @@ hide_from_compiler(as_it_is)
 
 
 class SavedHooks:
-    """One pair of saved-tensor hooks that steps aside where torch forbids any.
+    """One pair of saved-tensor hooks that is removed where torch forbids any.
 
-    `torch.func.grad` and its kin refuse to run while hooks are on. Ours must not be what breaks a script,
-    so they are taken off when hooks get disabled and put back when they are allowed again.
+    `torch.func.grad` and related functions refuse to run with active hooks. Ours must not break a script, so
+    they are removed while hooks are disabled and restored afterwards.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class SavedHooks:
 
     def leave(self) -> None:
         hooks, self._hooks = self._hooks, None
-        # A with-block of the user's that ended in between has popped ours in place of its own.
+        # A user's with-block that ended in between has popped our hooks instead of its own.
         if hooks is not None and not self._aside and _AUTOGRAD._top_saved_tensors_default_hooks(True):
             hooks.__exit__()
 
@@ -226,10 +226,10 @@ def sync_debug(recorder: Any) -> Iterator[None]:
 
 @contextmanager
 def sync_debug_mode(mode: str) -> Iterator[None]:
-    """torch's sync debugging in `mode`, and as it was before afterwards.
+    """Set torch's sync debugging to `mode` and restore it afterwards.
 
-    The first call of a process warns of a prototype, after the mode is set. Where warnings are errors, that
-    one must not leave the mode behind.
+    The first call in a process warns about a prototype after the mode is set. Where warnings are errors, this
+    warning must not leave the mode set.
     """
     before = torch.cuda.get_sync_debug_mode()
     try:
@@ -246,7 +246,7 @@ def _set_quietly(mode: int | str) -> None:
 
 
 def disagreement(counted: int, seen: int) -> str | None:
-    """What to say when torch's sync warnings and the reads of a device's tensors differ by over a tenth."""
+    """Return a note if torch's sync warnings and the counted device reads differ by more than a tenth."""
     if abs(counted - seen) <= 0.1 * max(counted, seen):
         return None
     return f"torch warned of {seen} synchronising calls, {counted} host reads were counted"
@@ -254,7 +254,7 @@ def disagreement(counted: int, seen: int) -> str | None:
 
 @contextmanager
 def watch_graphs(on_replay: Callable[[str], None]) -> Iterator[None]:
-    """Notice `torch.cuda.CUDAGraph.replay` while watching."""
+    """Detect `torch.cuda.CUDAGraph.replay` while watching."""
     graph = getattr(torch.cuda, "CUDAGraph", None)
     original = getattr(graph, "replay", None)
     if graph is None or original is None:
@@ -274,12 +274,12 @@ def watch_graphs(on_replay: Callable[[str], None]) -> Iterator[None]:
 
 
 def others_at_work(known_threads: set[str]) -> Iterator[tuple[str, str, str]]:
-    """Notes (kind, where, text) on threads and ranks that work beside this one."""
+    """Return notes (kind, where, text) on other threads and ranks."""
     names = {t.name for t in threading.enumerate() if t.is_alive()} - known_threads - _compiler_threads()
     # A progress bar's clock, a queue's feeder and the compiler's workers dispatch nothing.
     quiet = ("tqdm", "QueueFeeder", "TMonitor", "pymp", "InductorSubproc", "subproc_worker_timer")
     if any(not name.startswith(quiet) for name in names):
-        yield "thread", "", "other threads ran during the step: their ops are not seen"
+        yield "thread", "", "other threads ran during the step: their ops are not recorded"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         if world > 1:
@@ -287,7 +287,7 @@ def others_at_work(known_threads: set[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def _compiler_threads() -> set[str]:
-    """Names of the threads that wait for Inductor's compilers: they have a pool's default names."""
+    """Return the names of the threads that wait for Inductor's compilers, a pool's default names."""
     compiler = getattr(sys.modules.get("torch._inductor.async_compile"), "AsyncCompile", None)
     pool: Any = getattr(compiler, "pool", None)
     if not hasattr(pool, "cache_info") or not pool.cache_info().currsize:
@@ -296,7 +296,7 @@ def _compiler_threads() -> set[str]:
 
 
 def scan_objects() -> tuple[set[int], bool]:
-    """The storages of all parameters that some optimizer holds, and whether a DataLoader runs workers."""
+    """Return the storages of all parameters of optimizers, and whether a DataLoader runs workers."""
     held: set[int] = set()
     has_workers = False
     loader = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
@@ -319,7 +319,7 @@ def storages_of(optimizer: Any) -> set[int]:
 
 
 def triton_entries() -> int:
-    """How many compiled kernels Triton holds; it grows when one is launched for the first time."""
+    """Return how many compiled kernels Triton holds; it grows when one is first launched."""
     jit = sys.modules.get("triton.runtime.jit")
     kind = getattr(jit, "JITFunction", None)
     if kind is None:

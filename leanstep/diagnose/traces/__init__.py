@@ -1,4 +1,4 @@
-"""Findings from a profiler's trace of a run that happened elsewhere."""
+"""Findings from a profiler trace of an earlier run."""
 
 from leanstep.extras import require
 

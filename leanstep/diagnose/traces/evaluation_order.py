@@ -1,7 +1,7 @@
 """The calls and operators of a function in the order in which Python evaluates them.
 
-The profiler's Python frames say which function ran, not which of its lines. Laid beside what ran inside the
-function, this order tells: the alignment that skips least gives the lines.
+The profiler's Python frames name the function that ran, but not the line. The lines come from aligning this
+order with what ran inside the function; the alignment that skips least wins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STORE = (
     "__setitem__",
 )  # fmt: skip
 _VIEWS = ("T", "mT", "H", "mH", "data", "grad", "real", "imag")
-# What a call of any name may start with: a class, a module, a decorated function.
+# First events of a call of any name: a class, a module, a decorated function.
 _ANY_CALL = ("__init__", "__call__", MODULE, "inner", "wrapper", "decorate_context", "_fn")
 _COMPREHENSIONS = {
     ast.ListComp: "<listcomp>", ast.SetComp: "<setcomp>", ast.DictComp: "<dictcomp>",
@@ -185,7 +185,7 @@ class Slots(ast.NodeVisitor):
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
         self.visit(node.generators[0].iter)
-        # Up to Python 3.11 it is a function of its own, later it is part of this one.
+        # Up to Python 3.11 it is a separate function, later it is part of this one.
         self._emit(node.lineno, (_COMPREHENSIONS[type(node)], "__iter__", "::unbind"), repeats=True)
         if sys.version_info >= (3, 12) and not isinstance(node, ast.GeneratorExp):
             self.inner_of(node)
@@ -217,14 +217,15 @@ class Slots(ast.NodeVisitor):
     def visit_FunctionDef(
         self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
     ) -> None:
-        """What is inside runs when it is called."""
+        """Skip the body, which runs only when called."""
         for decorator in getattr(node, "decorator_list", ()):
             self.visit(decorator)
 
     visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = visit_FunctionDef
 
     def align(self, names: list[str], running: int = 0) -> list[int | None]:
-        """The line of each event, by the path through the slots that skips least; None where none fits.
+        """Return the line of each event, by the path through the slots that skips least; None where none
+        fits.
 
         `names`: functions that were called, and ops as "::name". `running`: the line on which the function
         already was when the profiler started.
@@ -247,7 +248,7 @@ class Slots(ast.NodeVisitor):
         for (number, _), came in zip(reversed(steps), reversed(back), strict=True):
             lines[number] = self.lines[slot]
             slot = came[slot]
-        # What no slot explains happened where the function was.
+        # Events that no slot explains happened on the current line.
         known = None
         for number, line in enumerate(lines):
             known = line if line is not None else known
@@ -268,7 +269,7 @@ class Slots(ast.NodeVisitor):
 
 
 def is_source(file: str) -> bool:
-    """Whether a file that a trace names is a Python file of the size that people write."""
+    """Return whether a file named in a trace is a Python file of plausible size."""
     try:
         return file.endswith(".py") and Path(file).is_file() and Path(file).stat().st_size <= _MAX_SOURCE
     except (OSError, ValueError):
@@ -287,7 +288,7 @@ def _tree(file: str) -> ast.Module | None:
 
 @cache
 def slots_of(file: str, number: int, function: str) -> tuple[Slots, int] | None:
-    """The slots of a function, and the line it was on if it was running when the profiler started."""
+    """Return the slots of a function, and its line if it was running when the profiler started."""
     tree = _tree(file)
     if tree is None:
         return None

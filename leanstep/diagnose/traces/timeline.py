@@ -1,7 +1,7 @@
-"""Who called what, when: host events as a tree, kernels by their launches, steps, waits and idle gaps.
+"""The index of a trace: host events as a tree, kernels by their launches, steps, waits and idle gaps.
 
-Times are microseconds as in the trace. A gap is a time in which no stream of the device ran anything; each
-has one cause, so that what findings cost can be added up.
+Times are microseconds as in the trace. A gap is a time in which no stream of the device ran anything. Each
+gap has one cause, so that the costs of findings can be added up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WORDS = {"wait": "host waits", "launch": "slow launches", "optimizer": "slow lau
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What a name in a trace stands for. `inner`: look at the ops inside instead (a composite, a node)."""
+    """The meaning of a name in a trace. `inner`: look at the ops inside instead (a composite, a node)."""
 
     inner: bool
     info: OpInfo | None
@@ -53,7 +53,7 @@ class OpFacts:
 
 @cache
 def op_facts(name: str) -> OpFacts:
-    """As a recording would see it: ops that torch takes apart before they reach a kernel are not seen."""
+    """Classify a name as a recording would: ops that torch decomposes before dispatch are not seen."""
     namespace, separator, short = name.partition("::")
     if not separator or namespace in ("autograd", "torch"):
         return OpFacts(True, None)
@@ -101,7 +101,7 @@ class Gap:
 
 
 def each(indices: np.ndarray) -> Iterator[int]:
-    """Plain numbers one by one; a list of millions of them would be larger than their column."""
+    """Yield plain numbers one by one; a list of millions of them would be larger than their column."""
     for first in range(0, len(indices), 65_536):
         yield from indices[first : first + 65_536].tolist()
 
@@ -136,7 +136,7 @@ class Timeline:
         self.flags = np.zeros(count, np.int8)
         marks = np.array([text.startswith("ProfilerStep") for text in self.trace.names.texts], bool)
         host = np.flatnonzero(np.isin(self.kind, (OP, NOTE, FRAME, RUNTIME)) & ~marks[self.name])
-        # Times since 1970 in microseconds leave a double a quarter of one to be wrong by.
+        # Microseconds since 1970 in a double have a resolution of a quarter microsecond.
         slack = max(0.01, 4 * float(np.spacing(np.abs(self.start).max())))
         rank = np.array([2, 1, 0, 3], np.int8)[self.kind[host]]
         keys = (rank, -(self.end[host] - self.start[host]), self.start[host], self.thread[host])
@@ -176,7 +176,7 @@ class Timeline:
                 text = texts[name]
                 if text.startswith(_NODE):
                     node[index] = index
-                    # What a node runs belongs to it, whatever op (a hook, a checkpoint) stands around it.
+                    # Ops that a node runs belong to it, whatever op (a hook, a checkpoint) encloses it.
                     shown[index] = -1
                 elif shown[index] < 0 and not op_facts(text).inner:
                     shown[index] = index
@@ -185,7 +185,7 @@ class Timeline:
         self._close(stack, 0)
 
     def _close(self, stack: list[int], depth: int) -> None:
-        """Leave events; a composite op in which no other was seen is the op itself."""
+        """Close events; a composite op without inner ops counts as an op itself."""
         while len(stack) > depth:
             index = stack.pop()
             if self.kind[index] == OP and self.shown[index] == index and stack:
@@ -198,7 +198,7 @@ class Timeline:
             self._has_inner.discard(index)
 
     def ancestors(self, index: int) -> list[int]:
-        """The event's own chain, innermost first, itself left out."""
+        """Return the event's enclosing events, innermost first."""
         outer = []
         above = int(self.parent[index])
         while above >= 0:
@@ -209,7 +209,7 @@ class Timeline:
     # Steps
 
     def _find_steps(self) -> None:
-        """Windows of whole steps: the profiler's own marks, or from one optimizer step's end to the next."""
+        """Find windows of complete steps: the profiler's marks, or between ends of optimizer steps."""
         notes = np.flatnonzero(self.kind == NOTE).tolist()
         marks = [(self.text(i), float(self.start[i]), float(self.end[i])) for i in notes]
         ops = np.sort(self.start[(self.kind == OP) | (self.kind == RUNTIME)])
@@ -230,7 +230,7 @@ class Timeline:
         self._starts = [a for a, _ in self.windows]
 
     def step_at(self, time: float) -> int:
-        """The number of the step at a host time, -1 outside of all."""
+        """Return the number of the step at a host time, -1 outside all steps."""
         number = bisect_right(self._starts, time) - 1
         return number if number >= 0 and time <= self.windows[number][1] else -1
 
@@ -259,7 +259,7 @@ class Timeline:
         self._call_of.pop(-1, None)
 
     def call_of(self, activity: int) -> int:
-        """The runtime call that launched a kernel or copy, -1 where the trace does not say."""
+        """Return the runtime call that launched a kernel or copy, -1 if unknown."""
         return self._call_of.get(int(self.link[activity]), -1)
 
     @property
@@ -290,7 +290,7 @@ class Timeline:
             copy = copies.get(int(self.link[call]), -1)
             direction = _direction(self.text(copy)) if copy >= 0 else ""
             if self._host_waits(call, copy, direction):
-                # The profiler's own end waits for the device as well; it is no part of the program.
+                # The profiler's own end also waits for the device; it is not part of the program.
                 if owner != call or self.start[call] <= last_launch:
                     self._add_wait(by_owner, owner, call, copy, direction)
             elif direction == "to device" or (direction == "to host" and self.shown[call] in by_owner):
@@ -303,13 +303,13 @@ class Timeline:
         return float(launches.max()) if len(launches) else float("inf")
 
     def _host_waits(self, call: int, copy: int, direction: str) -> bool:
-        """Whether a runtime call returns only when the device is done."""
+        """Return whether a runtime call returns only when the device has finished."""
         name = self.text(call)
         outlasts_copy = copy >= 0 and bool(self.end[call] >= self.end[copy])
         if _WAIT.match(name):
             # CUDA returns early from a copy on the device, ROCm may wait for it.
             return direction != "on device" or outlasts_copy
-        # An asynchronous copy from or to memory that is not pinned returns when it is done.
+        # An asynchronous copy from or to unpinned memory returns when it is complete.
         return direction in ("to host", "to device") and bool(_COPY_CALL.match(name)) and outlasts_copy
 
     def _add_wait(self, by_owner: dict[int, Wait], owner: int, call: int, copy: int, direction: str) -> None:
@@ -351,7 +351,7 @@ class Timeline:
             self.gaps.append(gap)
 
     def idle(self) -> tuple[dict[str, float], float]:
-        """Idle microseconds by cause, and the time from the first to the last thing the steps launched."""
+        """Return idle microseconds by cause, and the time from the steps' first launch to their last."""
         mine = [i for i in each(self.active) if self.step_of_activity(i) >= 0]
         if not mine:
             return {}, 1.0
@@ -378,7 +378,7 @@ class Timeline:
             if begin > until:
                 break
             gap.data_us += max(0.0, min(finish, until) - max(begin, gap.start))
-        # A wait that was on when the device ran dry; one that began later waited for nothing.
+        # A wait that was active when the device became idle; a later one waited for nothing.
         first, last = bisect_left(wait_ends, gap.start), bisect_right(wait_ends, launched)
         held = [w for w in self.waits[first:last] if w.start <= gap.start]
         gap.wait = max(held, key=lambda w: w.end) if held else None
@@ -417,7 +417,7 @@ def _note_flags(text: str) -> int:
 
 
 def _direction(name: str) -> str:
-    """Where a copy goes, from the names that CUDA and ROCm give it."""
+    """Return the direction of a copy, from its CUDA or ROCm name."""
     lower = name.lower()
     if "dtoh" in lower or "devicetohost" in lower:
         return "to host"
@@ -439,5 +439,5 @@ def node_name(text: str) -> str:
 
 
 def shape_of(trace: Trace, index: int) -> Any:
-    """(dims, dtypes, strides) of an op's arguments, None where the trace has none."""
+    """Return (dims, dtypes, strides) of an op's arguments, None if the trace has none."""
     return trace.shapes.texts[trace.detail[index]]

@@ -1,7 +1,7 @@
-"""Two traces side by side: what got slower or faster, per op and shape, and a verdict.
+"""Compare two traces: what got slower or faster, per op and shape, and a verdict.
 
-Device time by the op that launched it, host time where there is no device; kernels that no op launched (CUDA
-graphs, GPU-only traces) by their own names. All per step.
+Device time is grouped by the op that launched it, host time is used without a device, and kernels that no op
+launched (CUDA graphs, GPU-only traces) have their own names. All times are per step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from leanstep.diagnose.traces.trace_file import OP, read_trace
 from leanstep.units import ratio, seconds
 
 THRESHOLD = 0.10
-# Below this share of the longer step a change is not looked at: launches differ by that much on their own.
+# Changes below this share of the longer step are ignored: launches vary by that much.
 SMALL = 0.005
 KINDS = ("new", "slower", "faster", "gone")
 SHOWN = 10
@@ -40,7 +40,7 @@ class Table:
 
 
 def read_table(path: str) -> Table:
-    """Times by op and shape of one trace; raises ValueError with one line when it is none."""
+    """Return the times of one trace by op and shape. Raise a one-line ValueError if it is not a trace."""
     timeline = Timeline(read_trace(path))
     table = Table(path, timeline.step_us / 1e6, 0.0, len(timeline.windows), timeline.has_device)
     rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -48,7 +48,7 @@ def read_table(path: str) -> Table:
     if timeline.has_device:
         for activity in each(timeline.active):
             call = timeline.call_of(activity)
-            # What was launched before the trace began belongs to no step of it.
+            # Kernels launched before the trace began belong to none of its steps.
             if timeline.step_of_activity(activity) < 0 or (call < 0 and timeline.knows_launches):
                 continue
             op = int(timeline.shown[call]) if call >= 0 else -1
@@ -110,7 +110,7 @@ class Change:
 
 @dataclass
 class Comparison:
-    """What changed by more than the threshold, the worst first."""
+    """Changes above the threshold, worst first."""
 
     before: Table
     after: Table
@@ -123,7 +123,7 @@ class Comparison:
 
     @property
     def is_worse(self) -> bool:
-        """As `diagnose diff`: something is new or has grown; here in time, and only if the whole has."""
+        """Whether, as in `diagnose diff`, an op is new or has grown, and the whole step is slower too."""
         grown = any(change.kind in ("new", "slower") for change in self.changes)
         more = self.after.busy_s > self.before.busy_s * (1 + self.threshold)
         return self.step_ratio > 1 + self.threshold or (grown and more)
@@ -139,7 +139,7 @@ class Comparison:
             words = f"about as fast: a step takes {ratio(step)} as long"
         counts = [(kind, sum(c.kind == kind for c in self.changes)) for kind in KINDS]
         listed = ", ".join(f"{count} {kind}" for kind, count in counts if count)
-        return f"{words}; ops: {listed or f'none moved by more than {self.threshold:.0%}'}"
+        return f"{words}; ops: {listed or f'none changed by more than {self.threshold:.0%}'}"
 
     def text(self, show_all: bool = False) -> str:
         where = "device" if self.after.on_device else "host"
@@ -174,11 +174,12 @@ class Comparison:
 
 
 def compare(before: Table, after: Table, threshold: float = THRESHOLD) -> Comparison:
-    """The ops whose time per step moved by more than `threshold` and by 0.5 % of the longer step."""
+    """Return the ops whose time per step changed by more than `threshold` and 0.5 % of the longer step."""
     if before.on_device != after.on_device:
         with_device, without = (before, after) if before.on_device else (after, before)
         raise ValueError(
-            f"{with_device.path} has device events, {without.path} has none: expected two of a kind"
+            f"{with_device.path} has device events, {without.path} has none: expected both or neither with "
+            "device events"
         )
     floor = SMALL * max(before.step_s, after.step_s)
     changes = []

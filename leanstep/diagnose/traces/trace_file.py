@@ -1,9 +1,9 @@
-"""Read a torch.profiler (Kineto, Chrome) trace piece by piece and keep columns of what the rules need.
+"""Read a torch.profiler (Kineto, Chrome) trace in chunks and store the columns that the rules need.
 
 A trace is one JSON object whose `traceEvents` holds millions of small objects. Only one chunk of text and one
-event exist at a time; of an event stay a few numbers in arrays, and its names, shapes and stacks once each.
-Of a file with more events than are held, a run of whole steps from its middle is kept: the file is not in the
-order of time, so it is read again once the steps are known.
+event are in memory at a time. For each event a few numbers are stored in arrays; names, shapes and stacks are
+stored once each. If a file has more events than fit, consecutive complete steps from its middle are used: the
+file is not sorted by time, so it is read again once the steps are known.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import torch
 from leanstep.escape import printable
 
 CHUNK = 1 << 20
-# About 160 bytes each, with what the timeline and the rules make of them.
+# About 160 bytes each, including the timeline's and the rules' data.
 MAX_EVENTS = 1_000_000
-# No event of a real trace is longer; text that does not close within it is no JSON.
+# No event of a real trace is longer; text that does not close within it is not JSON.
 MAX_VALUE = 1 << 25
-# Characters of a name that are held; elements of a tensor.
+# Characters stored of a name; elements of a tensor.
 MAX_NAME, MAX_DIM = 8192, 2**48
-# Marks of a step have a name and times, no shapes and stacks.
+# Step marks have a name and times, but no shapes or stacks.
 MAX_MARK = 1 << 14
 _MARK = re.compile(r'"(ProfilerStep#\d+|Optimizer\.step#[^"]*)"')
 _SPACE = re.compile(r"[\s,]*")
@@ -42,7 +42,7 @@ _DELIMITERS = tuple(" \t\r\n,]}")
 _DECODER = json.JSONDecoder(strict=False)
 
 OP, NOTE, FRAME, RUNTIME, KERNEL, COPY, FILL = range(7)
-# Older traces write the categories with capitals and other words.
+# Older traces use capitals and other words for the categories.
 _CATEGORIES = {
     "cpu_op": OP, "operator": OP, "user_annotation": NOTE, "python_function": FRAME,
     "cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "runtime": RUNTIME, "hip_runtime": RUNTIME,
@@ -65,11 +65,11 @@ DTYPES = {
 
 
 class Truncated(ValueError):
-    """The file ends in the middle."""
+    """The file is truncated."""
 
 
 class TooMany(Exception):
-    """More events than are held, though their steps are not known yet."""
+    """There are more events than fit, and the steps are not known yet."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Part:
 
 
 class Names:
-    """Each text (or shape) once, known by its number."""
+    """Stores each text (or shape) once and identifies it by a number."""
 
     def __init__(self) -> None:
         self.texts: list[Any] = []
@@ -139,7 +139,7 @@ class Trace:
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
         name, detail, link = printable(str(event["name"])[:MAX_NAME]), 0, -1
-        # Torch 2.8 wraps what runs inside a function that the profiler's start found running once more.
+        # Torch 2.8 adds a second frame for a function that was running when the profiler started.
         if kind == FRAME and name.startswith("<function "):
             return
         index = len(self.kind)
@@ -153,7 +153,7 @@ class Trace:
             if stack:
                 self.stack_of[index] = self.stacks.number(printable(str(stack)))
         elif kind == FRAME:
-            # An address in a name would make every object's method a name of its own.
+            # An address in the name would give every object's method a separate name.
             match = _ADDRESS.search(name)
             if match:
                 detail = int(match[1], 16) & 0x7FFFFFFFFFFFFFFF
@@ -185,7 +185,7 @@ class Trace:
 
 
 def _frozen(value: Any, depth: int = 0) -> Any:
-    """Lists as tuples; what the profiler never writes (objects, deep lists) as None."""
+    """Return lists as tuples, and values the profiler never writes (objects, deep lists) as None."""
     if isinstance(value, list) and depth < 8:
         return tuple(_frozen(item, depth + 1) for item in value)
     return value if isinstance(value, (int, float, str)) else None
@@ -201,7 +201,7 @@ def _integer(value: Any) -> int:
 
 
 class Tensors:
-    """An op's tensor arguments as a trace writes them: dims, dtypes, strides."""
+    """An op's tensor arguments as stored in a trace: dims, dtypes, strides."""
 
     __slots__ = ("bytes", "dims", "strides", "types")
 
@@ -234,7 +234,7 @@ class Tensors:
 
 
 def different_order(dims: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two tensors of one shape walk through memory in another order of their dimensions."""
+    """Return whether two tensors of one shape store their dimensions in different orders."""
     if len(one) != len(dims) or len(other) != len(dims):
         return False
     used = [d for d, size in enumerate(dims) if size > 1 and one[d] and other[d]]
@@ -242,7 +242,7 @@ def different_order(dims: Sequence[int], one: Sequence[int], other: Sequence[int
 
 
 class _Text:
-    """The text of a file, a buffer of it at a time."""
+    """The text of a file, one buffer at a time."""
 
     def __init__(self, source: BinaryIO) -> None:
         self._source = source
@@ -250,7 +250,7 @@ class _Text:
         self.buffer, self.at, self.read, self.ended = "", 0, 0, False
 
     def more(self) -> bool:
-        """Drop what was used, read on; False at the end."""
+        """Drop consumed text and read on; return False at the end."""
         if self.ended:
             return False
         try:
@@ -264,7 +264,7 @@ class _Text:
         return not self.ended
 
     def peek(self) -> str:
-        """The next character that is no space and no comma; empty at the end."""
+        """Return the next character that is neither space nor comma; empty at the end."""
         while True:
             space = _SPACE.match(self.buffer, self.at)
             self.at = space.end() if space else self.at
@@ -274,7 +274,7 @@ class _Text:
                 return ""
 
     def value(self) -> Any:
-        """One JSON value. A number at the end of the buffer may go on in the next one."""
+        """Return one JSON value. A number at the end of the buffer may continue in the next one."""
         while True:
             character = self.peek()
             if not character:
@@ -303,7 +303,7 @@ class _Text:
 
 
 def _events(text: _Text, facts: dict[str, Any]) -> Iterator[Any]:
-    """The events one by one; the other keys of the object go into `facts`."""
+    """Yield the events one by one; the object's other keys go into `facts`."""
     first = text.peek()
     if first == "[":
         # Chrome's other form: a bare list, which may lack its end.
@@ -331,9 +331,9 @@ def _items(text: _Text) -> Iterator[Any]:
 
 
 def _marks(text: _Text) -> Iterator[Mark]:
-    """The marks of steps in a text; the rest of it is not looked into. Some come twice."""
+    """Yield the step marks in a text without parsing the rest. Some occur twice."""
     while _read_on(text) or text.buffer:
-        # A mark's event may go on in the next chunk, and it began before its name.
+        # A mark's event may continue in the next chunk, and it starts before its name.
         whole = len(text.buffer) if text.ended else max(len(text.buffer) - MAX_MARK, 0)
         for match in _MARK.finditer(text.buffer, 0, whole):
             try:
@@ -351,7 +351,7 @@ def _read_on(text: _Text) -> bool:
     try:
         return text.more()
     except Truncated:
-        # Said by the reading of its events.
+        # Reported when its events are read.
         text.ended = True
         return False
 
@@ -361,13 +361,13 @@ def profiler_steps(marks: Iterable[Mark]) -> list[Window]:
 
 
 def optimizer_steps(marks: Iterable[Mark]) -> list[Window]:
-    """From one optimizer step's end to the next, of the optimizer that comes last."""
+    """Return steps from one optimizer step's end to the next, using the last optimizer of a step."""
     steps = sorted((m for m in marks if m[0].startswith("Optimizer.step#")), key=lambda mark: mark[2])
     return list(itertools.pairwise(end for name, _, end in steps if name == steps[-1][0]))
 
 
 def _part(text: _Text, share_of: Callable[[int], float]) -> Part | None:
-    """Whole steps from the middle, as many as are held; None where the trace has no steps."""
+    """Return as many complete steps from the middle as fit; None if the trace has no steps."""
     marks = set(_marks(text))
     windows = profiler_steps(marks) or optimizer_steps(marks)
     if not windows:
@@ -375,15 +375,15 @@ def _part(text: _Text, share_of: Callable[[int], float]) -> Part | None:
     keep = max(1, int(len(windows) * share_of(text.read)))
     first = (len(windows) - keep) // 2
     (start, _), (begin, end) = windows[first], windows[first + keep - 1]
-    # A device runs behind: what the last step launched has run by the end of the next one.
+    # The device lags behind the host: kernels of the last step have run by the end of the next one.
     return Part(first + 1, first + keep, len(windows), start, end, end + (end - begin))
 
 
 def read_trace(path: str) -> Trace:
-    """The columns of a trace, `.gz` or not; raises ValueError with one line that says what is wrong."""
+    """Return the columns of a trace, `.gz` or not. Raise a one-line ValueError that says what is wrong."""
     file = Path(path)
     if file.exists() and not file.is_file() and not file.is_dir():
-        raise ValueError(f"{path} is no regular file; expected a trace of torch.profiler")
+        raise ValueError(f"{path} is not a regular file; expected a trace of torch.profiler")
     if file.is_dir():
         raise ValueError(f"{path} is a folder; expected a trace.json or trace.json.gz of torch.profiler")
     try:
@@ -424,15 +424,15 @@ def _read(trace: Trace, text: _Text, most: int | None = None) -> Trace:
     except Truncated:
         whole = f"{count:,} events" if count else "no event"
         raise ValueError(
-            f"{path} ends in the middle: {whole} and {text.read:,} bytes of text read; expected a whole file "
-            "(the profiler was stopped while it wrote, or the copy was)"
+            f"{path} is truncated: {whole} and {text.read:,} bytes of text read; expected a complete file "
+            "(writing or copying it was interrupted)"
         ) from None
     except ValueError as error:
         if str(error).startswith(path):
             raise
-        raise ValueError(f"{path} is no trace of torch.profiler: {error}") from None
+        raise ValueError(f"{path} is not a torch.profiler trace: {error}") from None
     if not len(trace):
         raise ValueError(
-            f"{path} is no trace of torch.profiler: none of its {count:,} events is an op or a kernel"
+            f"{path} is not a torch.profiler trace: none of its {count:,} events is an op or a kernel"
         )
     return trace

@@ -1,6 +1,6 @@
-"""Which line an event of a trace belongs to.
+"""Find the source line of a trace event.
 
-With stacks: the innermost frame of the user's, and the line in it where the source is at hand (see
+With stacks it is in the user's innermost frame; the line within it is known if the source is available (see
 `evaluation_order`). A backward op has the line of its forward. Without stacks the place is the call path.
 """
 
@@ -39,8 +39,8 @@ _KNOWN = (
 class Places:
     """Sites of a trace's events.
 
-    roots: folders in which the trace's files are looked for. A trace may come from anybody: only Python files
-    inside these folders and the working directory are shown.
+    roots: folders to search for the trace's files. A trace is untrusted: only Python files inside these
+    folders and the working directory are shown.
     """
 
     def __init__(self, timeline: Timeline, roots: tuple[Path, ...] = ()) -> None:
@@ -56,7 +56,7 @@ class Places:
         self._paths: dict[tuple[str, ...], Line] = {}
 
     def _forward_ops(self) -> dict[int, int]:
-        """Sequence number -> the forward op that made the node: the last one to start with that number."""
+        """Sequence number -> the forward op that created the node: the last one to start with that number."""
         line = self.timeline
         ops = np.flatnonzero((line.kind == OP) & (line.link >= 0) & (line.node < 0))
         ops = ops[np.argsort(line.start[ops], kind="stable")]
@@ -65,14 +65,14 @@ class Places:
         return dict(zip(line.link[ops].tolist(), ops.tolist(), strict=True))
 
     def forward_op(self, node: int) -> int:
-        """The forward op behind an autograd node, -1 where it is not known."""
+        """Return the forward op of an autograd node, -1 if unknown."""
         line = self.timeline
         if line.trace.forward_thread.get(node, self._main) != self._main:
             return -1
         return self._forward.get(int(line.link[node]), -1)
 
     def site(self, index: int) -> tuple[Site, bool]:
-        """The site of an event, and whether its line called it itself (not through the backward)."""
+        """Return the site of an event, and whether its line called it directly (not through the backward)."""
         line = self.timeline
         node = int(line.node[index])
         frames = self._carriers(index, stop=node)
@@ -97,7 +97,7 @@ class Places:
     def _carriers(self, index: int, stop: int) -> list[tuple[int, int]]:
         """(frame that can carry a finding, what it called on the way to the event), innermost first.
 
-        A library's frame goes with the user's that led to it.
+        A library's frame is paired with the user's frame that called it.
         """
         candidates: list[tuple[int, int]] = []
         below, above = index, int(self.timeline.parent[index])
@@ -149,14 +149,14 @@ class Places:
             self._lines[child] = line
 
     def _inside(self, frame: int) -> list[int]:
-        """What a frame called, in order; a user's marks are looked through."""
+        """Return what a frame called, in order, including calls inside the user's marks."""
         children: list[int] = []
         for child in self._children_of(frame):
             children += self._inside(child) if self.timeline.kind[child] == NOTE else [child]
         return children
 
     def below(self, index: int) -> Iterator[int]:
-        """All events inside an event."""
+        """Return all events inside an event."""
         for child in self._children_of(index):
             yield child
             yield from self.below(child)
@@ -171,7 +171,7 @@ class Places:
         return events[first:last].tolist()
 
     def path_of(self, index: int) -> list[Line]:
-        """The user's lines that lead to an event, outermost first, or its marks and ops."""
+        """Return the user's lines that lead to an event, outermost first, or its marks and ops."""
         line = self.timeline
         callers: list[Line] = []
         below, above = index, int(line.parent[index])
@@ -187,7 +187,7 @@ class Places:
         return [Line(line.text(i), 0) for i in reversed(line.ancestors(index)) if line.kind[i] == NOTE]
 
     def _called(self, index: int) -> str:
-        """The word in the source that makes this event."""
+        """Return the word in the source that produces this event."""
         text = self.timeline.text(index)
         if self.timeline.kind[index] == FRAME:
             built_in = _BUILT_IN.match(text)
@@ -218,7 +218,7 @@ class Places:
             flag = judge_code(file, function)
             own = flag & (USER | LIBRARY) and not re.search(r"/lib/python3[^/]*/(?!site-|dist-)", file)
             return (flag, file, number, function) if own else None
-        # The profiler cuts what is on Python's path off the front.
+        # The profiler strips prefixes on Python's path.
         for root in self._roots:
             path = _resolved(root / file)
             if path is not None and path.is_file():
@@ -235,7 +235,7 @@ class Places:
         return (LIBRARY if package in _KNOWN else USER), file, number, function
 
     def _site_of_stack(self, stack: str) -> Site | None:
-        """From the `Call stack` of older traces, innermost first; these have the line that was running."""
+        """Parse the `Call stack` of older traces, innermost first; it contains the running lines."""
         lines: list[Line] = []
         for text in stack.split(";"):
             verdict = self.judge_text(text.strip())
@@ -247,7 +247,7 @@ class Places:
         return self._intern(lines[0], lines[1] if len(lines) > 1 else None) if lines else None
 
     def _path(self, index: int) -> Line:
-        """The op's call path: the user's mark or the autograd node, the outermost op, the op itself."""
+        """Return the op's call path: the user's mark or autograd node, the outermost op, the op itself."""
         line = self.timeline
         chain = [i for i in (index, *line.ancestors(index)) if line.kind[i] in (OP, NOTE)]
         names = [node_name(line.text(i)) for i in chain if not is_accumulate(line.text(i))]
@@ -263,7 +263,7 @@ _LONGEST_PATH = 4096
 
 
 def _resolved(path: Path) -> Path | None:
-    """The file that a trace names, or None where no file can have such a name."""
+    """Return the file that a trace names, or None if the name is not a possible file name."""
     if len(str(path)) > _LONGEST_PATH:
         return None
     try:
@@ -275,7 +275,7 @@ def _resolved(path: Path) -> Path | None:
 
 
 def _same_source(here: str, file: str, number: int, function: str) -> str:
-    """The file on this machine if the function stands where the trace says, else the trace's own name."""
+    """Return the local file if it has the function where the trace says, else the trace's own name."""
     return here if slots_of(here, number, function) is not None else file
 
 

@@ -1,4 +1,4 @@
-"""From a trace to findings: the rules' verdicts, priced by the device and idle time that the trace shows.
+"""From a trace to findings: the rules' verdicts, with costs from the trace's device and idle time.
 
 `TraceRun` replaces the `Watch` of a live diagnosis: the same screen, JSON, SARIF and gates read it.
 """
@@ -36,13 +36,13 @@ from leanstep.escape import printable
 from leanstep.script.lines import UNKNOWN_LINE, Line, Site
 from leanstep.units import seconds as in_words
 
-# The innermost line with this share of a stretch's idle time is its place.
+# The innermost line with this share of a gap's idle time is its place.
 MOSTLY = 0.7
 _COLLECTIVE = re.compile(r"nccl|all_?reduce|reduce_?scatter|all_?gather", re.IGNORECASE)
 
 
 class TraceRun:
-    """One trace, judged. sources: further folders whose files may be shown."""
+    """The findings of one trace. sources: further folders whose files may be shown."""
 
     def __init__(self, path: str, limits: Limits | None = None, sources: tuple[Path, ...] = ()) -> None:
         self.limits = limits or Limits()
@@ -59,7 +59,7 @@ class TraceRun:
         for step, (low, high) in zip(self.steps, self.timeline.windows, strict=True):
             step.trace_seconds = (high - low) / 1e6
         self._add_idle()
-        # What the screen and the JSON ask a Watch for.
+        # The attributes of a Watch that the screen and the JSON read.
         self.warmup_done, self.num_warmup = 0, 0
         self.boundary, self.iterations = self.timeline.boundary, None
         self.step_seconds, self.step_is_bound = self.timeline.step_us / 1e6, False
@@ -80,7 +80,7 @@ class TraceRun:
 
     @property
     def facts(self) -> list[str]:
-        """The header: what was read."""
+        """Return the header: what was read."""
         line = self.timeline
         count = len(self.steps)
         part = line.trace.part
@@ -108,7 +108,7 @@ class TraceRun:
         line, notes = self.timeline, []
         texts = line.trace.names.texts
         if not line.has_device:
-            notes.append(("dropped", "device events: reads are counted, what they cost on a GPU is assumed"))
+            notes.append(("dropped", "device events: reads are counted, their cost on a GPU is assumed"))
         if not self.builder.has_shapes:
             notes.append(
                 ("dropped", "shapes (record_shapes=True): layouts and vocabulary-wide tensors need them")
@@ -120,7 +120,7 @@ class TraceRun:
         if line.num_devices > 1:
             notes.append(("rank", f"{line.num_devices - 1} other devices: the busiest one is judged"))
         if any("GraphLaunch" in text for text in texts):
-            notes.append(("cuda-graph", "what a CUDA graph runs is one launch here"))
+            notes.append(("cuda-graph", "each CUDA graph counts as one launch"))
         if any(text.startswith(("Torch-Compiled Region", "CompiledFunction")) for text in texts):
             notes.append(("compiled", "compiled regions: their kernels have the region's line"))
         return [{"kind": kind, "where": "", "note": note} for kind, note in notes]
@@ -128,7 +128,7 @@ class TraceRun:
     # Idle time
 
     def _add_idle(self) -> None:
-        """Hand every gap of the device to one line: waits have theirs already."""
+        """Assign every gap of the device to one line: waits already have theirs."""
         line = self.timeline
         storms = [
             {hit.line for hit in rule_checks.op_storm(step, self.limits["op-storm"])} for step in self.steps
@@ -163,7 +163,7 @@ class TraceRun:
                 self.steps[number].slow_launches[Site(where)] = total
         first, later = self.steps[0], self.steps[1:]
         if later and not first.pauses:
-            # What came before the first step is not in the trace.
+            # The time before the first step is not in the trace.
             first.pauses = {site: Tally(t.count, t.bytes, t.detail) for site, t in later[0].pauses.items()}
 
     def _launches(self) -> list[Counter[str]]:
@@ -190,7 +190,7 @@ class TraceRun:
         entry.detail["DataLoader" if loaders else "no op ran"] += 1
 
     def _common_place(self, gaps: list[Gap], phase: str) -> Line:
-        """The innermost of the lines that lead to most of the idle time; the phase where there is none."""
+        """Return the innermost line that leads to most of the idle time, or the phase if there is none."""
         total = sum(gap.length for gap in gaps)
         idle: dict[tuple[Line, ...], float] = defaultdict(float)
         for gap in gaps:
@@ -203,7 +203,7 @@ class TraceRun:
         return self._backward_line(gaps) or Line(phase, 0, phase)
 
     def _backward_line(self, gaps: list[Gap]) -> Line | None:
-        """The line that called backward(): on a GPU the nodes run on a thread without frames."""
+        """Return the line that called backward(): on a GPU the nodes run on a thread without frames."""
         line = self.timeline
         middle = gaps[len(gaps) // 2].start
         calls = [
@@ -215,7 +215,7 @@ class TraceRun:
         return self.places.site(int(around[0]))[0].line if len(around) else None
 
     def _launched_by(self, gaps: list[Gap]) -> Counter[str]:
-        """How many of the gaps end with a launch of each op."""
+        """Return how many gaps end with a launch of each op."""
         line = self.timeline
         ops: Counter[str] = Counter()
         for gap in gaps:
@@ -226,8 +226,8 @@ class TraceRun:
     # Verdict
 
     def findings(self) -> list[Finding]:
-        """Findings that hold on every step, by what they cost, the most expensive first."""
-        # The steps of a trace are few, and what outlives them is not in it.
+        """Return the findings that hold on every step, most expensive first."""
+        # A trace has few steps, and does not show what outlives them.
         names = [name for name in RULE_IDS if name not in GROWTH_RULES]
         ranked = [f for f in rules.find(self.steps, self.limits, names) if f.line is not UNKNOWN_LINE]
         on_gpu = gpu_step_seconds(self.steps)
@@ -256,7 +256,7 @@ class TraceRun:
             key = (kinds.get(finding.rule, "op"), finding.line)
             finding.work.seconds = statistics.median(busy.get(key, 0.0) for busy in self.builder.busy) / 1e6
         finding.seconds = finding.work.seconds
-        # Time is what a trace knows: a memory figure would hide it on the screen.
+        # A trace measures time: a memory figure would hide it on the screen.
         finding.work.held_bytes = 0
         finding.share = finding.seconds / self.step_seconds if self.step_seconds else None
         finding.what = self._what(finding)
@@ -271,5 +271,5 @@ class TraceRun:
             return f"Vocabulary-wide tensors are written here: {shapes}; ops on them take {spent}."
         if finding.rule in ("launch-bound", "step-gap"):
             return finding.what
-        place = "device, idle gaps between its launches included" if self.timeline.has_device else "host"
+        place = "device, including idle gaps between its launches" if self.timeline.has_device else "host"
         return f"{finding.what} In the trace: {spent} of the {place}."

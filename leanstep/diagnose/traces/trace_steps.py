@@ -1,7 +1,7 @@
-"""The records of a trace's steps: the same counters that a recording fills, so the same rules judge them.
+"""The records of a trace's steps: the same counters as in a recording, so the same rules apply.
 
-What a trace cannot know stays empty: which storage a tensor lives in (casts, saved tensors that are shared),
-values (dead rows), which leaf a gradient belongs to. Beside the counters: the microseconds of every line.
+Information that a trace does not have stays empty: storages (casts, shared saved tensors), values (dead
+rows), the leaf of a gradient. In addition to the counters there are the microseconds of every line.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _ONE_READ = ("<built-in method tensor of type", "<built-in method one_hot", "<bu
 TINY_US, TINY_KERNEL_US = 30.0, 10.0
 _READ_CALL = re.compile(r"^<built-in method (tolist|cpu|numpy|__array__) of (?:Tensor|Parameter)>$")
 _PRINTED = re.compile(r"^torch/_tensor\.py\(\d+\): (__repr__|__format__)$")
-# Their result is what autograd keeps of them.
+# Ops whose result autograd saves.
 _KEPT_RESULTS = frozenset("_log_softmax _softmax exp tanh sigmoid sqrt rsqrt reciprocal".split())
-# Ops that read a row of logits over its columns: what makes a wide product the head.
+# Ops that read a row of logits over its columns: they identify a wide matmul as the head.
 _OVER_COLUMNS = frozenset(
     "_log_softmax _softmax logsumexp gather nll_loss_forward cross_entropy_loss argmax max topk".split()
 )
@@ -57,7 +57,7 @@ _ADDS = ("add", "add_", "sub", "sub_")
 
 
 class StepBuilder:
-    """One `StepRecord` per step of a trace, and how long each line kept the device (or the host) busy."""
+    """One `StepRecord` per step of a trace, and the time each line kept the device (or the host) busy."""
 
     def __init__(self, timeline: Timeline, places: Places, limits: Limits) -> None:
         self.timeline, self.places = timeline, places
@@ -66,7 +66,7 @@ class StepBuilder:
         self.layout_bytes = limits["transposed-copy"]["op_bytes"]
         count = len(timeline.windows)
         self.steps = [StepRecord() for _ in range(count)]
-        # (kind of use, line) -> microseconds on the device, or of the host where there is none.
+        # (kind of use, line) -> microseconds on the device, or on the host if there is none.
         self.busy: list[dict[tuple[str, Line], float]] = [defaultdict(float) for _ in range(count)]
         nodes = timeline.node == np.arange(len(timeline.node))
         self._nodes = np.sort(timeline.start[nodes])
@@ -86,7 +86,7 @@ class StepBuilder:
             self._keep_wide(number, step)
 
     def _device_times(self) -> dict[int, float]:
-        """Microseconds on the device by the op that launched."""
+        """Return the microseconds on the device by launching op."""
         line = self.timeline
         device_us: dict[int, float] = defaultdict(float)
         for activity in each(line.active):
@@ -108,7 +108,7 @@ class StepBuilder:
         return FORWARD
 
     def _is_forward(self, index: int) -> bool:
-        """A forward op inside a backward node carries a number of its own: a checkpoint computes again."""
+        """Return whether a checkpoint recomputes: a forward op inside a backward node has its own number."""
         return int(self.timeline.link[index]) >= 0
 
     def tensors(self, index: int) -> Tensors | None:
@@ -157,14 +157,14 @@ class StepBuilder:
             if facts.info is not None and not facts.info.counted:
                 continue
             if line.has_device and index not in self._device_us:
-                # It launched nothing: a tensor of the host's own.
+                # It launched nothing: a host tensor.
                 continue
             self._count_op(number, index, name, site, phase, direct)
             self._look_at_layout(number, index, name, site, phase, direct, inner_copies)
         self._count_waits()
 
     def _inner(self) -> tuple[set[int], dict[int, int]]:
-        """Ops in which the host looks at a value, and the copy inside a clone or cast."""
+        """Handle ops in which the host reads a value, and the copy inside a clone or cast."""
         line = self.timeline
         reads: set[int] = set()
         copies: dict[int, int] = {}
@@ -199,7 +199,7 @@ class StepBuilder:
         reads[site].detail[of] += 1
 
     def _look_at_call(self, index: int) -> None:
-        """On a CPU `tolist`, `cpu`, `numpy` and a print dispatch no op; their frames are there."""
+        """Count reads from Python frames: on a CPU `tolist`, `cpu`, `numpy` and a print dispatch no op."""
         line = self.timeline
         text = line.text(index)
         read = _READ_CALL.match(text) or _PRINTED.match(text)
@@ -220,7 +220,7 @@ class StepBuilder:
             self._count_read(number, site, kind, FORWARD, "of the data")
 
     def _is_counted_call(self, index: int) -> bool:
-        """Whether the read is one of several inside a call that is one read on a device."""
+        """Return whether the read is one of several inside a call that is one read on a device."""
         frame = int(self.timeline.frame[index])
         if frame < 0 or not self.timeline.text(frame).startswith(_ONE_READ):
             return False
@@ -310,13 +310,14 @@ class StepBuilder:
             tally(table, site, tensors.bytes[0], 1, name)
             self.busy[number]["layout", site.line] += self.cost_us(index)
 
-    # What is known when the step is over
+    # Known at the end of the step
 
     def _count_parameters(self, number: int, step: StepRecord) -> None:
-        """Parameters read between the first and the last run of each op: a loop over layers reads new ones.
+        """Count parameters read between the first and the last run of each op: a loop over layers reads new
+        ones.
 
         The node that runs right before a parameter's gradient is stored is the one that read the parameter.
-        Without a backward every product is taken to read a weight of its own.
+        Without a backward every matmul is assumed to read its own weight.
         """
         line = self.timeline
         times: list[float] = []
@@ -346,13 +347,13 @@ class StepBuilder:
             slack = 0.02 * (last - first)
             read = np.searchsorted(ordered, last + slack, "right") - np.searchsorted(ordered, first - slack)
             if step.ops[key].count > 1 and len(frames):
-                # A parameter that is read twice shows at one of its reads only; modules have numbers.
+                # A parameter that is read twice appears at only one of its reads; modules have numbers.
                 begin, finish = np.searchsorted(line.start[frames], [first - slack, last + slack])
                 read = max(read, len(set(line.name[frames[begin:finish]].tolist())))
             step.ops[key].parameters = int(read)
 
     def _keep_wide(self, number: int, step: StepRecord) -> None:
-        """The head's width, and per line the [*, V] results that the backward keeps; without one, all."""
+        """Record the head width and, per line, the [*, V] results that are saved (no backward: all)."""
         heads = [
             (columns, inner)
             for rows, inner, columns in self._products[number]
@@ -370,14 +371,14 @@ class StepBuilder:
             if dims[-1] != width or whole:
                 continue
             self.busy[number]["wide", site.line] += self.cost_us(index)
-            # What a checkpoint computes again was not kept the first time.
+            # Tensors that a checkpoint recomputes were not saved the first time.
             if (step.backward_runs and name not in _KEPT_RESULTS) or (phase == FORWARD and site in again):
                 continue
             record = step.saved.setdefault((site, width), SavedRecord())
             record.count += 1
             record.bytes += tensors.bytes[0]
             record.shapes[f"{list(dims)} {str(DTYPES[tensors.types[0]]).removeprefix('torch.')}"] += 1
-            # Between two runs of the backward all of a line's live at once.
+            # Between two backwards all of a line's tensors are alive at once.
             run = int(np.searchsorted(self._nodes, self.timeline.start[index]))
             together = alive[site, run]
             rows = int(np.prod(dims[:-1], dtype=np.int64))
