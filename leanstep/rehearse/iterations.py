@@ -1,6 +1,6 @@
 """The phases of a rehearsed iteration: time, launches, FLOPs and memory of rollout, scoring and update.
 
-`leanstep.script.phases` finds where phases begin; `Recording.phases` holds the marks as numbers of events.
+`leanstep.script.phases` finds where phases begin; `Recording.phases` stores the marks as event indices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Span = tuple[str, int, int]
 
 @dataclass
 class PhaseTiming:
-    """One phase of an iteration; `peak_bytes`: most live bytes in it."""
+    """One phase of an iteration; `peak_bytes`: its maximum of live bytes."""
 
     phase: str
     seconds: float = 0.0
@@ -46,7 +46,7 @@ class PhaseTiming:
 class Iteration:
     """A rollout and the steps that follow it, or one step of a script without rollouts.
 
-    whole: the next rollout was seen, or it has as many steps as the iteration before it.
+    whole: the next rollout was recorded, or it has as many steps as the previous iteration.
     """
 
     steps: list[Step]
@@ -59,7 +59,7 @@ class Iteration:
 
 
 def has_rollout(recording: Recording, step: Step) -> bool:
-    """Whether a rollout is part of the step; one of an engine of its own leaves no event."""
+    """Whether the step contains a rollout; a rollout in a separate engine leaves no events."""
     begun = any(
         mark.phase == ROLLOUT and step.first <= mark.position < step.last for mark in recording.phases
     )
@@ -67,7 +67,7 @@ def has_rollout(recording: Recording, step: Step) -> bool:
 
 
 def last_iteration(recording: Recording, device: Device) -> Iteration | None:
-    """The last whole iteration, or the one under way; None for a script that only makes updates."""
+    """Return the last whole iteration, or the unfinished one; None for a script that only makes updates."""
     steps, whole = _steps(recording)
     if not steps:
         return None
@@ -85,18 +85,18 @@ def _steps(recording: Recording) -> tuple[list[Step], bool]:
     if len(starts) == 1:
         return last, False
     before = recording.steps[starts[-2] : starts[-1]]
-    # What the program generates before it trains is in the first iteration: a later one is better.
+    # The first iteration includes what the program generates before training: prefer a later one.
     return (last, True) if len(last) >= len(before) else (before, True)
 
 
 def _pieces(recording: Recording, step: Step) -> list[Span]:
-    """The phases of a step; what the first step does before its first phase is the set-up."""
+    """Return the phases of a step, without the set-up before the first phase of the first step."""
     pieces = spans(recording.phases, step.first, step.last)
     return pieces[1:] if step.number == 0 and pieces and pieces[0][0] == OTHER else pieces
 
 
 def _timed(recording: Recording, device: Device, first: Step, pieces: Sequence[Span]) -> list[PhaseTiming]:
-    """Play the pieces after the step before them, which fills the queue."""
+    """Time the pieces, after playing the previous step to fill the queue."""
     before = [step for step in recording.steps if step.number == first.number - 1]
     played: list[Event] = []
     for step in before:
@@ -121,7 +121,7 @@ def _events(recording: Recording, start: int, stop: int) -> Sequence[Event]:
 
 
 def _peaks(events: Sequence[Event], pieces: Sequence[Span]) -> list[int]:
-    """Most live bytes in each piece."""
+    """Return the maximum of live bytes in each piece."""
     sizes: dict[int, int] = {}
     live, at, peaks = 0, 0, []
     for _, start, stop in pieces:

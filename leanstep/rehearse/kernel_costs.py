@@ -1,4 +1,4 @@
-"""What one call below autograd asks of the device, as `Kernel` records. Knows shapes, no device and no torch.
+"""The kernels of one call below autograd, as `Kernel` records: from shapes alone, without device or torch.
 
 The same function serves the rehearsal (fake tensors) and the calibration (shapes read from traces).
 A Triton kernel is priced by a registered cost function, else as one pass over its tensor arguments.
@@ -31,22 +31,22 @@ class Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that must come from memory: an expanded dimension is read once."""
+        """Bytes that must be read from memory: an expanded dimension is read once."""
         return self.width * math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s != 0)
 
 
 def alignment(*pairs: tuple[int, int]) -> int:
-    """Largest of 16, 8, 4, 2 bytes that divides every (elements, bytes per element)."""
+    """Return the largest of 16, 8, 4, 2 bytes that divides every (elements, bytes per element)."""
     worst = min((math.gcd(n * width, 16) for n, width in pairs), default=16)
     return max(2, worst)
 
 
-# What one load from memory brings.
+# Bytes of one load from memory.
 _SECTOR_BYTES = 32
 # Copies into these dtypes that have a vectorised kernel of their own; other casts go element by element.
 _NARROWING = {("float32", "bfloat16"), ("float32", "float16")}
 
-# No kernel: views, metadata, memory without contents. The host pays for the call.
+# No kernel: views, metadata, uninitialized memory. The call costs host time only.
 FREE = frozenset(
     "view t transpose slice select unsqueeze squeeze expand detach alias permute as_strided split "
     "split_with_sizes unbind _unsafe_view _reshape_alias lift_fresh unfold diagonal view_as_complex "
@@ -86,14 +86,14 @@ REDUCE = frozenset(
     "nansum bincount histc searchsorted bucketize median kthvalue _unique2 unique_dim "
     "unique_consecutive isin".split()
 )
-# Slots for the address of an embedded element: divisions by the length of a row, in 64 bits. Liger's rows on
+# Slots per address of an embedded element: divisions by the row length, in 64 bits. Liger's rows on
 # A100 (torch 2.4) take 3.5, rows of H100 traces 2.4 to 3.1. torch since 2.8 may load aligned rows as vectors.
 _EMBEDDED = 3.0
-# Rows that a thread of embedding's backward sums into one part, and slots of an element of its loop.
+# Rows that a thread of embedding backward sums into one part, and slots per element of its loop.
 _ROWS_PER_PART, _PART_ELEMENT = 10, 2.5
 # Multiplications of a 3 x 3 filter that tiles of 4 x 4 results save, transforms included.
 _WINOGRAD = 1.5
-# Out of place: the first argument is copied, then changed in place.
+# Out of place: the first argument is copied, then updated in place.
 COPIED_FIRST = frozenset(("masked_fill", "index_fill"))
 MULTI_TENSOR = ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
 
@@ -126,11 +126,11 @@ class Call(NamedTuple):
 def kernels(
     name: str, ins: Sequence[Shape], outs: Sequence[Shape], info: Mapping[str, Any] | None = None
 ) -> list[Kernel]:
-    """Kernels of one ATen call.
+    """Return the kernels of one ATen call.
 
     Args:
         name: without namespace and overload: "mm", "add_", "_foreach_mul".
-        ins, outs: tensors of the device that it reads and writes, in the order of the schema.
+        ins, outs: device tensors that it reads and writes, in the order of the schema.
         info: what shapes cannot tell: causal, lists (tensor lists among the arguments), layout ("bthd"),
             beta (of addmm), tf32 (fp32 products may use it), accumulate (of index_put), out_size (of conv),
             dim (of softmax; the last one without it), windows (of a pool, that hold an element), traced (the
@@ -180,7 +180,7 @@ def _gemm(call: Call) -> list[Kernel]:
 def attention_kernel(
     q: Shape, k: Shape, *, backward: bool, share: float = 1.0, efficient: bool = False, layout: str = "bhtd"
 ) -> Kernel:
-    """A fused attention kernel: q, k, v, o move, T x S never does.
+    """Price a fused attention kernel: it moves q, k, v and o, never T x S.
 
     Args:
         q, k: [B, H, T, D] (layout "bhtd"), [B, T, H, D] ("bthd") or [tokens, H, D] ("thd", packed documents).
@@ -217,7 +217,7 @@ def _attention(call: Call) -> list[Kernel]:
 def _convolution(call: Call) -> list[Kernel]:
     """Implicit GEMM; backward is one for the data (not in the first layer) and one for the weight.
 
-    Matrix units want channels last: tensors in NCHW order are transposed before and after. In fp32 nothing is
+    Matrix units need channels last: tensors in NCHW order are transposed before and after. In fp32 nothing is
     transposed, and a 3 x 3 filter of stride 1 takes fewer multiplications (Winograd) for result and data.
     """
     ins, outs = call.ins, call.outs
@@ -313,7 +313,7 @@ def _embedding_backward(call: Call) -> list[Kernel]:
 
 
 def _nll_loss(call: Call) -> list[Kernel]:
-    """One element for each target. A mean or sum of a list of targets is formed by one warp."""
+    """One element per target. One warp computes the mean or sum over a list of targets."""
     ins = call.ins
     rows = ins[1].numel if len(ins) > 1 else 1
     moved = rows * (8 + ins[0].width)
@@ -324,7 +324,7 @@ def _nll_loss(call: Call) -> list[Kernel]:
 
 
 def _nll_loss_backward(call: Call) -> list[Kernel]:
-    """Zeros, then one element for each target."""
+    """Zeros, then one element per target."""
     ins = call.ins
     rows = ins[2].numel if len(ins) > 2 else 1
     return [
@@ -466,7 +466,7 @@ def _copied_first(call: Call) -> list[Kernel]:
 
 
 def _pool(call: Call) -> list[Kernel]:
-    """Every window visits its inputs, every input its windows: 2.25 of them for 3 x 3 with stride 2."""
+    """Every window reads its inputs, every input its windows: 2.25 windows for 3 x 3 with stride 2."""
     tensors = _arrays(call)
     if not tensors:
         return _pointwise(call)
@@ -483,7 +483,7 @@ def _cat(call: Call) -> list[Kernel]:
 
 
 def _arrays(call: Call) -> list[Shape]:
-    """Operands of more than one element."""
+    """Return the operands with more than one element."""
     return [t for t in (*call.ins, *call.outs) if t.numel > 1]
 
 
@@ -513,7 +513,7 @@ def _narrows(call: Call) -> bool:
 
 
 def _expanded(tensor: Shape, size: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides over the common size: 0 along dimensions that the tensor lacks or repeats."""
+    """Return the strides over the common size: 0 along dimensions that the tensor lacks or repeats."""
     missing = len(size) - len(tensor.size)
     if missing < 0 or any(n not in (1, m) for n, m in zip(tensor.size, size[missing:], strict=True)):
         # Not broadcast against each other (a reshaping copy): as if in order.
@@ -523,7 +523,7 @@ def _expanded(tensor: Shape, size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _dimensions_left(size: tuple[int, ...], strides: Sequence[tuple[int, ...]], order: Sequence[int]) -> int:
-    """Dimensions left when neighbours that every operand reads without a gap become one."""
+    """Return the dimensions left after merging neighbours that every operand reads without a gap."""
     left = 0
     for i, j in zip(order, (*order[1:], None), strict=True):
         if j is None or any(stride[i] != stride[j] * size[j] for stride in strides):
@@ -585,7 +585,7 @@ def has_cost(name: str) -> bool:
 
 
 def registered_cost(name: str, arguments: Mapping[str, Any]) -> tuple[Kernel, ...] | None:
-    """What the registered function says of this launch, or None when there is none."""
+    """Return the kernels that the registered function computes for this launch; None if there is none."""
     cost = _costs.get(name)
     said = None if cost is None else cost(arguments)
     if said is None:

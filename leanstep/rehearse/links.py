@@ -1,4 +1,4 @@
-"""Machines (which devices, how many, joined by what) and the seconds of a collective between them.
+"""Machines (devices, their number and links) and the predicted seconds of a collective between devices.
 
 A machine is a `Device` with the links of its node: `--machine dgx-h100` chooses both.
 """
@@ -16,8 +16,8 @@ from leanstep.rehearse.events import Kernel
 class Machine:
     """One node, as sold.
 
-    node: devices that are joined by NVLink, xGMI or PCIe. link: bytes/s of a device to the others of its
-    node, one direction. nic: bytes/s of a device to other nodes, its share of the network cards.
+    node: number of devices connected by NVLink, xGMI or PCIe. link: bytes/s from a device to the others of
+    its node, one direction. nic: bytes/s from a device to other nodes, its share of the network cards.
     """
 
     key: str
@@ -28,7 +28,7 @@ class Machine:
     source: str
 
     def as_device(self) -> Device:
-        """The device in this machine."""
+        """Return the device with the links of this machine."""
         return replace(DEVICES[self.device], node=self.node, link=self.link, nic=self.nic)
 
 
@@ -59,7 +59,7 @@ MACHINES: dict[str, Machine] = {machine.key: machine for machine in _ALL}
 
 
 def machine_named(name: str) -> Machine:
-    """The machine with this key; a ValueError that lists the keys otherwise."""
+    """Return the machine with this key; raise a ValueError that lists the keys otherwise."""
     key = name.strip().lower()
     if key not in MACHINES:
         raise ValueError(f"machine: expected one of {', '.join(MACHINES)}, got {name!r}")
@@ -67,21 +67,21 @@ def machine_named(name: str) -> Machine:
 
 
 def device_of(device: str, machine: str | None) -> Device:
-    """The device of a machine, or the one of this key on a node of its usual kind."""
+    """Return the device of a machine, or the device with this key and its default node."""
     return machine_named(machine).as_device() if machine else DEVICES[device]
 
 
-# Shares of the line rate that bytes get. NVLink: "with the protocol overhead (~20%) NCCL can get 370 GB/s" of
+# Achievable shares of the line rate. NVLink: "with the protocol overhead (~20%) NCCL can get 370 GB/s" of
 # 450 (NVIDIA/nccl-tests issue 212); 231 of 300 on A100 (NVIDIA/nccl issue 527). Network: 46 to 48 GB/s of a
 # 400 Gb/s card (NVIDIA/nccl-tests issue 290).
 _LINK_SHARE, _NIC_SHARE = 0.8, 0.94
-# An all-reduce that the switches of a node add up: 480 against 370 GB/s (issue 212), from Hopper on.
+# An all-reduce summed by the switches of a node: 480 instead of 370 GB/s (issue 212), since Hopper.
 _SWITCH_GAIN, _SWITCH_FROM = 1.3, (9, 0)
 
 
 @dataclass(frozen=True)
 class _Protocol:
-    """A way in which NCCL sends (src/graph/tuning.cc): microseconds, and its share of the rate."""
+    """An NCCL protocol (src/graph/tuning.cc): latencies in microseconds, and its share of the bandwidth."""
 
     base_us: float
     nvlink_us: float
@@ -99,10 +99,10 @@ _PCIE_BELOW = 60e9
 
 
 def seconds(kernel: Kernel, device: Device) -> float:
-    """Of a collective: the best protocol's start, its steps, and the bytes at the rate of the slowest link.
+    """Return the time of a collective: start and steps of the best protocol, and bytes at the slowest link.
 
-    Rings go through all devices of a node and leave it over all its network cards, so a group with one
-    device per node has one card's rate, and a group with whole nodes has that of all cards of a node.
+    Rings pass through all devices of a node and use all its network cards, so a group with one device per
+    node has the bandwidth of one card, and a group of whole nodes has that of all cards of a node.
     """
     ranks, distance = kernel.sizes
     if ranks == 1:
@@ -113,7 +113,7 @@ def seconds(kernel: Kernel, device: Device) -> float:
     if kernel.name in ("send", "receive"):
         sent, rate, steps, outside = 1.0, nic if nodes > 1 else link, 1, int(nodes > 1)
     elif kernel.name == "all_to_all":
-        # Each device sends its parts itself: those for other nodes over its own card, all at once.
+        # Each device sends its own parts, all at once; parts for other nodes use its own card.
         away = (ranks - here) / ranks
         near = (ranks - 1) / ranks - away
         sent, rate, steps, outside = 1.0, 1 / max(away / nic, near / link), 1, int(nodes > 1)

@@ -1,7 +1,7 @@
-"""A full device: `torch.OutOfMemoryError` where the program expects it, else a word in the verdict.
+"""A full device: raise `torch.OutOfMemoryError` if the program catches it, else report it in the verdict.
 
-A program that looks for the largest batch catches the error and goes on with a smaller one. Raised at the
-allocation that does not fit, it takes the branch that it would take on the device.
+A program that searches for the largest batch catches the error and continues with a smaller one. The error is
+raised at the allocation that does not fit, so the program takes the same branch as on the device.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from leanstep.script.lines import LIBRARY, judge_code
 from leanstep.units import gib
 
 _BROAD = ("RuntimeError", "Exception", "BaseException")
-# Handlers of broad errors that look at the message, themselves or by a function.
+# Handlers of broad errors that check the message, directly or through a function.
 _LOOKS = re.compile(r"out.?of.?memory|oom|reduce_batch_size", re.IGNORECASE)
 
 
 class DeviceMemory:
     """The caching allocator of the device while the program runs.
 
-    mode: "raise" raises when it is full, "report" never, "auto" where the program catches it.
+    mode: "raise" raises when the device is full, "report" never raises, "auto" if the program catches it.
     """
 
     def __init__(self, capacity: int, mode: str, main_thread: int) -> None:
         self._allocator = CachingAllocator(capacity)
         self._mode, self._main_thread, self._capacity = mode, main_thread, capacity
-        self.is_over = False  # more was allocated than the device has: the verdict says so
+        self.is_over = False  # more was allocated than the device has; reported in the verdict
         self.num_errors = 0
 
     def allocate(self, number: int, nbytes: int) -> None:
-        """Take memory for a storage. Raises torch.OutOfMemoryError as the mode says."""
+        """Allocate memory for a storage; raise torch.OutOfMemoryError depending on the mode."""
         if self.is_over or self._allocator.allocate(number, nbytes):
             return
         if self._mode == "report" or (self._mode == "auto" and not self.error_is_caught()):
@@ -69,13 +69,13 @@ class DeviceMemory:
             self._allocator.give_back()
 
     def error_is_caught(self) -> bool:
-        """Whether the program catches torch.OutOfMemoryError around the call that runs now."""
+        """Whether the program catches torch.OutOfMemoryError around the current call."""
         if _is_inside_handler(sys._getframe(1)):
             return True
         if threading.get_ident() == self._main_thread:
             return False
-        # Backward runs on a thread of its own while the program's thread waits. (A function that holds its
-        # own frame would keep all tensors of its callers.)
+        # Backward runs on its own thread while the program's thread waits. (A function that holds its own
+        # frame would keep all tensors of its callers alive.)
         return _is_inside_handler(sys._current_frames().get(self._main_thread))
 
 
@@ -90,7 +90,7 @@ def _is_inside_handler(frame: FrameType | None) -> bool:
 
 @functools.cache
 def _catches(file: str, number: int) -> bool:
-    """Whether a `try` around this line has a handler for memory that runs out."""
+    """Whether a `try` around this line handles out-of-memory errors."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):

@@ -1,8 +1,8 @@
-"""Choices among unknown scores, spread evenly: which experts a router takes, which class is the largest.
+"""Evenly spread choices among unknown scores: experts that a router selects, the class with the top score.
 
-A mixture of experts sends each token to the experts with the largest scores. The scores are not known, so
-each expert gets its share: row i takes the choices that follow those of row i - 1. What the host derives
-from these indices (counts, masks, offsets, splits) then agrees, and is known beyond the usual limit.
+A mixture of experts sends each token to the experts with the largest scores. The scores are unknown, so each
+expert gets an equal share: row i takes the choices that follow those of row i - 1. All values that the host
+derives from these indices (counts, masks, offsets, splits) then agree, and are known beyond the usual limit.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 # More choices than this are words of a vocabulary, not experts or classes.
 MOST_CHOICES = 512
-# Elements of a known tensor that follows from spread choices: a mask for each token and expert.
+# Most elements of a known tensor derived from spread choices: a mask per token and expert.
 MOST_ELEMENTS = 1 << 25
 SPREAD = frozenset({"topk", "argmax", "max"})
 ASSUMED = "spread evenly"
 
 
 def spread_evenly(name: str, args: Sequence[Any], kwargs: dict[str, Any], indices: Tensor) -> Tensor | None:
-    """Indices of the largest scores in each row, every choice equally often.
+    """Return indices of the largest scores in each row, with every choice equally often.
 
-    None where the call is no such choice: fewer rows than choices, or too many choices.
+    None if the call is not such a choice: fewer rows than choices, or too many choices.
     """
     dim = _dimension(name, args, kwargs)
     if dim is None or indices.numel() > MOST_ELEMENTS:
@@ -33,7 +33,7 @@ def spread_evenly(name: str, args: Sequence[Any], kwargs: dict[str, Any], indice
     rows = scores.numel() // choices
     per_row = indices.numel() // rows
     chosen = torch.arange(rows * per_row, device="cpu").remainder_(choices).to(indices.dtype)
-    if indices.dim() < scores.dim():  # the dimension is gone
+    if indices.dim() < scores.dim():  # the dimension was reduced
         return mark_spread(chosen.reshape(indices.shape))
     size = [*indices.shape]
     size.append(size.pop(dim))
@@ -41,12 +41,12 @@ def spread_evenly(name: str, args: Sequence[Any], kwargs: dict[str, Any], indice
 
 
 def is_choice(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call chooses experts or classes: what follows from it may be large."""
+    """Whether a call chooses experts or classes: tensors derived from it may be large."""
     return name in SPREAD and _dimension(name, args, kwargs) is not None
 
 
 def _dimension(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
-    """The dimension of the choices; None where there are too many of them, or fewer rows than choices."""
+    """Return the dimension of the choices; None if there are too many, or fewer rows than choices."""
     scores = args[0]
     default = -1 if name == "topk" else None
     position = 2 if name == "topk" else 1
@@ -69,7 +69,7 @@ def is_spread(value: Any) -> bool:
 def histogram_of_integers(
     name: str, values: Sequence[Any], args: Sequence[Any], kwargs: Any
 ) -> Tensor | None:
-    """`torch.histc` counts integers on a device, but not on the host."""
+    """Compute `torch.histc` of integers, which torch supports on a device but not on the host."""
     if name != "histc" or values[0] is None or values[0].is_floating_point():
         return None
     return torch.histc(values[0].double(), *args[1:], **kwargs).to(values[0].dtype)
