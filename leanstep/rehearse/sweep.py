@@ -207,7 +207,8 @@ def largest_fitting(probe: Callable[[int], tuple[bool, int]], room: int, start: 
 
     probe: value -> (whether it fits, bytes that it needs), also called for the value returned. Large values
     take long to rehearse, and memory grows roughly linearly. So the line through the last two probes gives
-    the next value, and the search ends when that line allows no larger one; every fourth probe bisects.
+    the next value, and a value just above the bound where that line allows no larger one: reserved memory
+    grows in segments, so the line may be too steep. Every fourth probe bisects.
     """
     low, high = 0, 0  # the largest value that fits, the smallest that does not (0: none yet)
     points: list[tuple[int, int]] = []
@@ -218,9 +219,12 @@ def largest_fitting(probe: Callable[[int], tuple[bool, int]], room: int, start: 
         low, high = (value, high) if fits else (low, value)
         closest = low + max(1, low / PRECISION)
         limit = _limit_on_line(points, room)
-        if low >= LARGEST or 0 < high <= closest or (fits and len(points) > 1 and 0 < limit < closest):
+        if low >= LARGEST or 0 < high <= closest:
             return low
-        value = _next_value(limit, low, high, bisect=len(points) % 4 == 0)
+        if fits and len(points) > 1 and 0 < limit < closest:
+            value = int(closest)
+        else:
+            value = _next_value(limit, low, high, bisect=len(points) % 4 == 0)
 
 
 def _limit_on_line(points: list[tuple[int, int]], room: int) -> float:
