@@ -111,5 +111,5 @@ def test_libraries_that_the_linker_does_not_find_come_from_the_nvidia_packages(t
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     fake_device._load(tmp_path / "libtorch_cuda.so")
     assert loaded == ["libcublas.so.13", "libtorch_cuda.so"]
-    with pytest.raises(RehearsalError, match=r"libcufft\.so\.12, which libother\.so needs, is not in the"):
+    with pytest.raises(RehearsalError, match=r"libother\.so needs libcufft\.so\.12, which is not installed"):
         fake_device._load(tmp_path / "libother.so")

@@ -57,4 +57,4 @@ def test_a_capture_refuses_what_waits(graphs, what):
 
 
 def test_a_replay_names_memory_that_was_freed(graphs):
-    assert "free now: float32 [300] made at captured.py" in said(graphs, "freed")["said"]
+    assert "freed after the capture: float32 [300] allocated at captured.py" in said(graphs, "freed")["said"]
