@@ -38,8 +38,8 @@ def test_fsdp2(how, ranks):
     assert len(names) <= 150, len(names)
 
 
-# One exchange for whole parameters, one each for the table cut by rows and the bank cut by matrix; four matrices
-# cannot be cut over eight ranks.
+# One exchange for whole parameters, one each for the table (cut by rows) and the bank (cut by matrix). Four
+# matrices cannot be cut over eight ranks.
 @pytest.mark.parametrize(("ranks", "exchanges"), [(2, 3), (8, 2)])
 def test_owners(ranks, exchanges):
     launches, waits = third_step("owners", ranks)
