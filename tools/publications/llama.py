@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+SAVED = {
+    aten.mm.default,
+    aten._scaled_mm.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
 
 
 class RMSNorm(nn.Module):
@@ -122,3 +133,17 @@ def random_init(model: nn.Module) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.02)
+
+
+def every_second_product():
+    """Save attention and every second matrix product, recompute the rest."""
+    counts: Counter[bool] = Counter()
+
+    def policy(context, function, *args, **kwargs):
+        product = function in (aten.mm.default, aten._scaled_mm.default)
+        counts[context.is_recompute] += product
+        second = product and counts[context.is_recompute] % 2 == 0
+        saved = function in SAVED and not second
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -5,15 +5,14 @@ is not compiled (that line of train.py is commented out).
 """
 
 import sys
-from collections import Counter
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llama import Llama, complex_rotary, random_init
+from llama import Llama, complex_rotary, every_second_product, random_init
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 # args: eager or compile
 PUBLISHED = {
@@ -40,26 +39,6 @@ PUBLISHED = {
     },
 }
 WIDTH, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCAB, LENGTH, BATCH = 4096, 32, 32, 8, 14336, 128256, 8192, 2
-aten = torch.ops.aten
-SAVED = {
-    aten.mm.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_flash_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
-
-
-def every_second_product():
-    """Save attention and every second matrix product, recompute the rest."""
-    counts: Counter[bool] = Counter()
-
-    def policy(context, function, *args, **kwargs):
-        counts[context.is_recompute] += function == aten.mm.default
-        second = function == aten.mm.default and counts[context.is_recompute] % 2 == 0
-        saved = function in SAVED and not second
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 class Checkpointed(nn.Module):

@@ -6,13 +6,12 @@ same with DTensor: the collectives and the kernels are the same.
 """
 
 import sys
-from collections import Counter
 
 import torch
 import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
-from llama import Llama, complex_rotary, random_init
+from llama import Llama, complex_rotary, every_second_product, random_init
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import (
     all_gather_tensor_autograd,
@@ -21,7 +20,7 @@ from torch.distributed._functional_collectives import (
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 # The A100s are taken for AWS p4de: torchtitan's launcher of that time is "optimized for AWS with EFA" and
 # names the A100. These rows count as development: the machine was looked up after a first prediction.
@@ -225,28 +224,6 @@ MODELS = {  # width, layers, heads, heads of keys, hidden, vocabulary
 OPTIONS = dict(option.split("=") for option in sys.argv[3:])
 BATCH, LENGTH, TENSOR = (int(OPTIONS.get(n, d)) for n, d in (("batch", 1), ("length", 8192), ("tensor", 1)))
 WIDTH, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCAB = MODELS[sys.argv[1]]
-aten = torch.ops.aten
-SAVED = {
-    aten.mm.default,
-    aten._scaled_mm.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_flash_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
-
-
-def every_second_product():
-    """Save attention and every second matrix product, recompute the rest."""
-    counts: Counter[bool] = Counter()
-
-    def policy(context, function, *args, **kwargs):
-        product = function in (aten.mm.default, aten._scaled_mm.default)
-        counts[context.is_recompute] += product
-        second = product and counts[context.is_recompute] % 2 == 0
-        saved = function in SAVED and not second
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 class Checkpointed(nn.Module):
