@@ -29,6 +29,8 @@ KINDS = (
     "attention_bwd",
     "attention_efficient",
     "attention_bwd_efficient",
+    "attention_hopper",
+    "attention_bwd_hopper",
     "pointwise",
     "cast",
     "broadcast",

@@ -178,13 +178,14 @@ def _gemm(call: Call) -> list[Kernel]:
 
 
 def attention_kernel(
-    q: Shape, k: Shape, *, backward: bool, share: float = 1.0, efficient: bool = False, layout: str = "bhtd"
+    q: Shape, k: Shape, *, backward: bool, share: float = 1.0, variant: str = "", layout: str = "bhtd"
 ) -> Kernel:
     """Price a fused attention kernel: it moves q, k, v and o, never T x S.
 
     Args:
         q, k: [B, H, T, D] (layout "bhtd"), [B, T, H, D] ("bthd") or [tokens, H, D] ("thd", packed documents).
         share: part of the T x S scores that is computed: 0.5 for causal, the density of a block mask.
+        variant: "" (FlashAttention 2, flex), "efficient" (xformers') or "hopper" (FlashAttention 3).
     """
     if layout == "thd":
         batch, (t, heads, d), s = 1, q.size, k.size[0]
@@ -196,7 +197,7 @@ def attention_kernel(
     moved = (q.nbytes + k.nbytes) * (4.5 if backward else 2)
     flops = attention_flops(batch * heads * t * s * share, d, d, backward=backward)
     return Kernel(
-        ("attention_bwd" if backward else "attention") + ("_efficient" if efficient else ""),
+        ("attention_bwd" if backward else "attention") + (f"_{variant}" if variant else ""),
         moved,
         flops.model + flops.repeated,
         q.dtype,
@@ -210,8 +211,8 @@ def _attention(call: Call) -> list[Kernel]:
     layout = call.info.get("layout") or ("thd" if len(q.size) == 3 else "bhtd")
     rows = {"bhtd": 2, "bthd": 1, "thd": 0}[layout]
     share = 0.5 if call.info.get("causal") and q.size[rows] == k.size[rows] else 1.0
-    efficient = not ("flash" in call.name or "cudnn" in call.name)
-    return [attention_kernel(q, k, backward=call.backward, share=share, efficient=efficient, layout=layout)]
+    variant = "" if "flash" in call.name or "cudnn" in call.name else "efficient"
+    return [attention_kernel(q, k, backward=call.backward, share=share, variant=variant, layout=layout)]
 
 
 def _convolution(call: Call) -> list[Kernel]:

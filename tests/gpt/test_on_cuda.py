@@ -50,9 +50,11 @@ def test_a_step_waits_for_nothing_and_reaches_the_gpu_paths(tmp_path):
     recording, kernels = rehearsed(tmp_path, SCRIPT)
     # One graph each way, although every batch has other documents.
     assert len(recording.regions) == 2
-    # FlashAttention in three layers, both ways; relu² inside the products of four MLPs.
-    assert [sum(k.kind == kind for k in kernels) for kind in ("attention", "attention_bwd")] == [3, 3]
-    assert counted(kernels, "flash_attn_varlen_func", "relu_product_kernel", "softcap_rows_kernel") == [
+    # FlashAttention 3 in three layers, both ways; relu² inside the products of four MLPs.
+    assert [
+        sum(k.kind == kind for k in kernels) for kind in ("attention_hopper", "attention_bwd_hopper")
+    ] == [3, 3]
+    assert counted(kernels, "flash_attn_3_varlen_func", "relu_product_kernel", "softcap_rows_kernel") == [
         6,
         8,
         1,
@@ -73,6 +75,6 @@ def test_without_flash_attention_flex_is_taken_and_a_head_may_have_8_bits(tmp_pa
     recording, kernels = rehearsed(tmp_path, text.replace("import GPT,", "import attention, GPT,"))
     assert len(recording.regions) == 2
     assert [sum(k.kind == kind for k in kernels) for kind in ("attention", "attention_bwd")] == [3, 3]
-    assert counted(kernels, "flash_attn_varlen_func") == [0]
+    assert counted(kernels, "flash_attn_3_varlen_func") == [0]
     sizes = sorted(k.sizes[1:] for k in kernels if k.dtype == "float8")
     assert sizes == [(64, 512, TOKENS), (TOKENS, 64, 512), (TOKENS, 512, 64)]

@@ -112,9 +112,18 @@ def test_calls_of_one_shape_with_other_windows_have_their_own_price(answers):
     assert window.flops == 4 * 64 * 2 * 8 * (128 * 512 - 127 * 128 / 2)
 
 
-def test_packed_documents_in_a_captured_graph_count_as_the_longest(answers):
-    (packed,) = (k for k in kernels_at(answers, "captured") if k.kind == "attention")
-    assert packed.flops == 4 * 64 * 8 * 768**2
+def test_one_captured_graph_is_priced_by_the_documents_of_each_call(answers):
+    attention = [k for k in kernels_at(answers, "captured") if k.kind.startswith("attention")]
+    scores = [256**2 + 768**2, 256**2 + 768**2, 2 * 512**2, 768**2]  # unknown lengths: one of the longest
+    products = {"attention": 4, "attention_bwd": 10}
+    assert [k.kind for k in attention] == ["attention", "attention_bwd", "attention", "attention"]
+    assert [k.flops / (products[k.kind] * 64 * 8) for k in attention] == scores
+
+
+def test_flash_attention_3_uses_the_instructions_of_hopper(answers):
+    (second,), (third,), (hub,) = (kernels_at(answers, mark) for mark in ("whole", "hopper", "hub"))
+    assert (second.kind, third.kind, hub.kind) == ("attention", "attention_hopper", "attention_hopper")
+    assert third._replace(kind=second.kind, name=second.name) == second
 
 
 def test_every_kernel_of_the_package_has_a_cost(monkeypatch):

@@ -76,6 +76,16 @@ def test_tensor_parallel_waits_for_every_sum():
     assert timing.bound_by == "link"
 
 
+def test_a_future_of_a_collective_holds_the_stream_that_waits_for_it():
+    timing = timed(rehearsed("futures"))
+    matrix = Kernel("collective", BLOCK_BYTES // 2, sizes=(8, 1), name="all_reduce")
+    assert timing.link_s == pytest.approx(2 * LAYERS * seconds(matrix, DGX))
+    # The stream waits for each result in turn and scales it while the next one is on its way.
+    assert timing.exposed_s == pytest.approx(timing.link_s, rel=0.25)
+    assert timing.step_s > timing.device_s + timing.exposed_s
+    assert timing.waits == 0
+
+
 def test_a_side_stream_runs_beside_the_default_one_and_is_joined():
     got = rehearsed("streams")
     beside = [

@@ -13,7 +13,7 @@ import pytest
 
 from leanstep.rehearse.devices import DEVICES, device_named, devices_named
 from leanstep.rehearse.events import HostWait, Kernel, Launch, Product
-from leanstep.rehearse.kernel_costs import Shape, kernels
+from leanstep.rehearse.kernel_costs import Shape, attention_kernel, kernels
 from leanstep.rehearse.time_model import RATES, WIDTHS, Clock, HostCosts, seconds, time_steps
 
 H100, A100, V100 = DEVICES["h100"], DEVICES["a100"], DEVICES["v100"]
@@ -280,6 +280,19 @@ def test_causal_attention_costs_less_than_full_and_more_than_half():
     name = "_scaled_dot_product_flash_attention"
     full, causal = (seconds(kernels(name, [q, q, q], [], {"causal": c})[0], A100) for c in (False, True))
     assert 0.5 * full < causal < 0.8 * full
+
+
+def test_kernels_for_hopper_are_as_much_faster_there_as_published():
+    """FlashAttention 3 over 2 on H100, head size 128 (arXiv 2407.08608): 1.5 to 1.84, by length and pass."""
+    for length in (512, 2048, 16384):
+        q = Shape((16384 // length, 16, length, 128), (1, 1, 1, 1), 2, "bfloat16")
+        for backward in (False, True):
+            second, third = (
+                attention_kernel(q, q, backward=backward, share=0.5, variant=variant)
+                for variant in ("", "hopper")
+            )
+            assert 1.45 < seconds(second, H100) / seconds(third, H100) < 1.85
+            assert seconds(second, A100) == seconds(third, A100)
 
 
 def test_devices_are_found_by_key_and_alias_and_have_a_source():

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.rehearse.answers import flex_attention, triton_launches
+from leanstep.rehearse.answers.attention import WHEN_RUN
 from leanstep.rehearse.answers.torch_cuda import refuse_what_dynamo_refuses
 from leanstep.rehearse.events import Event, Free, Launch, Region
 from leanstep.rehearse.tape import Tape
@@ -278,8 +279,8 @@ class _OnTape:
         if name.startswith("triton_kernel_wrapper"):
             return lambda **arguments: triton_launches.captured(self.tape, arguments)
         target: Any = node.target
-        if target in flex_attention.MASKED:
-            return functools.partial(flex_attention.MASKED[target], self.tape)
+        if target in WHEN_RUN:
+            return functools.partial(WHEN_RUN[target], self.tape)
         return _IN_PLACE.get(name, target)
 
     def run(self, inputs: list[Any]) -> Any:

@@ -2,92 +2,25 @@
 
 The number of blocks is the sum of the block mask's counts. A program that builds its mask outside compiled
 functions has known counts; `create_block_mask` gets them from a few positions per block, without the
-[Q_LEN, KV_LEN] mask. A captured graph holds for every mask, so there the counts are an input of the call and
-are read when the graph runs.
+[Q_LEN, KV_LEN] mask.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leanstep.rehearse.answers.stand_ins import fused_attention, fused_attention_backward
+from leanstep.rehearse.answers.attention import RULES, attention_by_values, fused_attention
 from leanstep.rehearse.tape import Tape
 
 BLOCK = 128
 # Assumed share of scores that an unknown mask admits: that of a causal mask.
 ASSUMED_DENSITY = 0.5
 KERNEL, LAYOUT = "flex_attention", "bhtd"
-
-
-@torch.library.custom_op("leanstep_rehearse::masked_attention", mutates_args=())
-def _masked(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("a captured graph replaces this call")
-
-
-@_masked.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("leanstep_rehearse::masked_attention_backward", mutates_args=())
-def _masked_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    counts: Tensor,
-    blocks: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError("a captured graph replaces this call")
-
-
-@_masked_backward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    counts: Tensor,
-    blocks: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, counts, ctx.blocks = inputs
-    ctx.save_for_backward(q, k, v, *output, counts)
-
-
-def _differentiate(ctx: Any, grad: Tensor, _: Any) -> Any:
-    *saved, counts = ctx.saved_tensors
-    return *_masked_backward(*saved, grad.contiguous(), counts, ctx.blocks), None, None
-
-
-_masked.register_autograd(_differentiate, setup_context=_keep)
-
-
-def _run(tape: Tape, q: Tensor, k: Tensor, v: Tensor, counts: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    return fused_attention(KERNEL, q, k, v, _density(tape, counts, blocks), LAYOUT)
-
-
-def _run_backward(tape: Tape, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *saved, grad, counts, blocks = args
-    return fused_attention_backward(KERNEL, saved, grad, _density(tape, counts, blocks), LAYOUT)
-
-
-# What a captured graph runs instead of the calls above, with the counts known at that time.
-MASKED = {
-    torch.ops.leanstep_rehearse.masked_attention.default: _run,
-    torch.ops.leanstep_rehearse.masked_attention_backward.default: _run_backward,
-}
 
 
 def install(tape: Tape) -> None:
@@ -114,10 +47,7 @@ def install(tape: Tape) -> None:
             out, lse = fused_attention(KERNEL, query, key, value, 1.0, LAYOUT)
         else:
             counts, blocks = _counts(block_mask)
-            if torch.compiler.is_compiling():
-                out, lse = _masked(query, key, value, counts, blocks)
-            else:
-                out, lse = _run(tape, query, key, value, counts, blocks)
+            out, lse = attention_by_values(tape, KERNEL, query, key, value, counts, [blocks], LAYOUT)
         return (out, lse) if return_lse or options.get("return_aux") is not None else out
 
     def block_mask(
@@ -161,12 +91,17 @@ def _counts(block_mask: Any) -> tuple[Tensor, int]:
     return counts if full is None else counts + full, block_mask.kv_indices.numel()
 
 
-def _density(tape: Tape, counts: Tensor, blocks: int) -> float:
+def _density(tape: Tape, counts: Tensor, numbers: Sequence[int]) -> float:
+    """Return the share of blocks that a mask admits. numbers: all blocks."""
+    (blocks,) = numbers
     known = tape.shadows.get(counts)
     if known is not None:
         return float(known.sum()) / max(1, blocks)
     tape.shadows.assume(tape.lines.place().line, "density of a block mask", ASSUMED_DENSITY)
     return ASSUMED_DENSITY
+
+
+RULES[KERNEL] = _density
 
 
 def _positions(length: int, block: int) -> Tensor:

@@ -236,12 +236,17 @@ class _Pending:
         plain = fake.wait
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            # A handle for several coalesced calls represents the last of them.
-            _, mark = self._works.pop(id(work), (None, self._last))
-            self.tape.hold_stream(mark, self.tape.stream)
+            self.tape.hold_stream(self._mark_of(work), self.tape.stream)
             return plain(work, *args, **kwargs)
 
         fake.wait = wait
+        of_fake = fake.get_future
+        fake.get_future = lambda work: _Result(self.tape, self._mark_of(work), of_fake(work).value())
+
+    def _mark_of(self, work: Any) -> int:
+        """Return the mark of a handle's collective; the last one's if the handle is for coalesced calls."""
+        _, mark = self._works.pop(id(work), (None, self._last))
+        return mark
 
     def issued(self, mark: int, args: Any, out: Any) -> None:
         """mark: 0 for host tensors. Blocking calls wait on their handle, as the program does."""
@@ -257,6 +262,23 @@ class _Pending:
 
     def waited(self, tensor: Any) -> None:
         self.tape.hold_stream(self._results.pop(storage_key(tensor), 0), self.tape.stream)
+
+
+class _Result(torch.futures.Future):
+    """The future of a collective: on a device its `wait` holds the stream, not the host."""
+
+    def __init__(self, tape: Tape, mark: int, value: Any) -> None:
+        super().__init__()
+        self._tape, self._mark = tape, mark
+        self.set_result(value)
+
+    def wait(self) -> Any:
+        self._tape.hold_stream(self._mark, self._tape.stream)
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        self._tape.hold_stream(self._mark, self._tape.stream)
+        return super().then(callback)
 
 
 def _flat(out: Any) -> Sequence[Any]:

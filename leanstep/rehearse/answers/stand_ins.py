@@ -5,9 +5,11 @@ A stand-in is used only if the package itself is not installed. The recording no
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import re
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -17,106 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.rehearse.kernel_costs import attention_kernel, register_cost
+from leanstep.rehearse.answers import attention
+from leanstep.rehearse.answers.attention import attention_by_values, fused_attention
 from leanstep.rehearse.refusals import Refused
 from leanstep.rehearse.tape import Tape
 
 
-@torch.library.custom_op("leanstep_rehearse::fused_attention", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, share: float, layout: str, kernel: str
-) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("a stand-in has shapes and a price, no values")
-
-
-@torch.library.custom_op("leanstep_rehearse::fused_attention_backward", mutates_args=())
-def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    share: float,
-    layout: str,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError("a stand-in has shapes and a price, no values")
-
-
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, share: float, layout: str, kernel: str) -> tuple[Tensor, Tensor]:
-    rows = q.shape[:-1] if layout == "bhtd" else (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
-
-
-@_backward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    share: float,
-    layout: str,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ctx.share, ctx.layout, ctx.kernel = inputs
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _differentiate(ctx: Any, grad: Tensor, _: Any) -> Any:
-    saved = ctx.saved_tensors
-    return *_backward(*saved, grad.contiguous(), ctx.share, ctx.layout, ctx.kernel), None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_keep)
-
-
-def _price(backward: bool) -> Callable[[Any], Any]:
-    def cost(arguments: Any) -> Any:
-        kernel = attention_kernel(
-            arguments["q"],
-            arguments["k"],
-            backward=backward,
-            share=arguments["share"],
-            layout=arguments["layout"],
-        )
-        return kernel._replace(name=arguments["kernel"])
-
-    return cost
-
-
-def fused_attention(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, share: float, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of a fused attention kernel: shapes and a price.
-
-    Args:
-        kernel: its name in the recording.
-        q, k, v: [B, H, T, D] (layout "bhtd"), [B, T, H, D] ("bthd") or [tokens, H, D] ("thd").
-        share: part of the T x S scores that is computed.
-    """
-    return _forward(q, k, v, share, layout, kernel)
-
-
-def fused_attention_backward(
-    kernel: str, saved: Sequence[Tensor], grad: Tensor, share: float, layout: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `fused_attention`. saved: q, k, v, its output and log-sum-exp."""
-    q, k, v, out, lse = saved
-    return _backward(q, k, v, out, lse, grad, share, layout, kernel)
-
-
 def install(tape: Tape) -> None:
     """Offer the modules below to `import`, after all installed packages."""
-    register_cost("leanstep_rehearse::fused_attention", _price(False))
-    register_cost("leanstep_rehearse::fused_attention_backward", _price(True))
+    attention.install()
     sys.meta_path.append(_Finder(tape))
     sys.meta_path.insert(0, _Answers())
 
@@ -209,61 +120,59 @@ def _share(causal: bool, window: Sequence[int], length: int) -> float:
     return 0.5 if causal else 1.0
 
 
-def _flash(tape: Tape) -> Any:
+def _flash(tape: Tape, kernel: str) -> Any:
     """flash_attn_func(q, k, v): [B, T, H, D]."""
 
     def flash_attn_func(
         q: Tensor, k: Tensor, v: Tensor, *_: Any, causal: bool = False, **options: Any
     ) -> Any:
         share = _share(causal and q.shape[1] == k.shape[1], options.get("window_size", ()), q.shape[1])
-        out, lse = fused_attention("flash_attn_func", q, k, v, share, "bthd")
+        out, lse = fused_attention(f"{kernel}_func", q, k, v, share, "bthd")
         return (out, lse) if options.get("return_attn_probs") or options.get("return_softmax_lse") else out
 
     return flash_attn_func
 
 
-def _flash_varlen(tape: Tape) -> Any:
+def _flash_varlen(tape: Tape, kernel: str) -> Any:
     """flash_attn_varlen_func(q, k, v, cu_seqlens...): [tokens, H, D], packed documents."""
 
     def flash_attn_varlen_func(
         q: Tensor, k: Tensor, v: Tensor, *args: Any, causal: bool = False, **options: Any
-    ):
-        lengths = options.get("cu_seqlens_q", args[0] if args else None)
-        longest = options.get("max_seqlen_q", args[2] if len(args) > 2 else q.shape[0])
-        share = _packed_share(tape, q.shape[0], lengths, int(longest), causal, options.get("window_size", ()))
-        out, _lse = fused_attention("flash_attn_varlen_func", q, k, v, share, "thd")
+    ) -> Tensor:
+        bounds = options["cu_seqlens_q"] if "cu_seqlens_q" in options else args[0]
+        longest = int(options.get("max_seqlen_q", args[2] if len(args) > 2 else q.shape[0]))
+        left, *_ = (*(options.get("window_size") or ()), None)
+        window = -1 if left is None else int(left)
+        out, _lse = attention_by_values(
+            tape, f"{kernel}_varlen_func", q, k, v, bounds, [q.shape[0], longest, int(causal), window], "thd"
+        )
         return out
 
     return flash_attn_varlen_func
 
 
-def _packed_share(
-    tape: Tape, tokens: int, lengths: Any, longest: int, causal: bool, window: Sequence[int]
-) -> float:
-    """Return the share of the tokens x tokens scores within documents.
+def _packed_share(tape: Tape, bounds: Tensor, numbers: Sequence[int]) -> float:
+    """Return the share of the tokens x tokens scores within documents; unknown lengths count as the longest.
 
-    Unknown lengths count as the longest. During a graph capture, lengths count as unknown, because the graph
-    holds for all of them.
+    numbers: tokens, longest document, whether causal, left window (-1: none).
     """
-    if torch.compiler.is_compiling():
-        known = None
-    else:
-        known = tape.shadows.get(lengths) if isinstance(lengths, Tensor) else None
+    tokens, longest, causal, window = numbers
+    known = tape.shadows.get(bounds)
     documents = known.diff().tolist() if known is not None else [longest] * max(1, tokens // max(1, longest))
-    scores = sum(n * n * _share(causal, window, max(1, int(n))) for n in documents)
+    scores = sum(n * n * _share(bool(causal), (window,), max(1, int(n))) for n in documents)
     return min(1.0, scores / max(1, tokens) ** 2)
 
 
-def _packed_qkv(tape: Tape) -> Any:
-    plain = _flash(tape)
+def _packed_qkv(tape: Tape, kernel: str) -> Any:
+    plain = _flash(tape, kernel)
     return lambda qkv, *args, **options: plain(*qkv.unbind(2), *args, **options)
 
 
-def _flash_with_cache(tape: Tape) -> Any:
+def _flash_with_cache(tape: Tape, kernel: str) -> Any:
     """flash_attn_with_kvcache(q, k_cache, v_cache): decoding, a few queries against all keys."""
 
     def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Tensor:
-        out, _lse = fused_attention("flash_attn_with_kvcache", q, k_cache, v_cache, 1.0, "bthd")
+        out, _lse = fused_attention(f"{kernel}_with_kvcache", q, k_cache, v_cache, 1.0, "bthd")
         return out
 
     return flash_attn_with_kvcache
@@ -314,7 +223,8 @@ def _hub_kernels(tape: Tape) -> Any:
     def get_kernel(name: str, *_: Any, **__: Any) -> Any:
         if "flash" not in name:
             raise Refused(f"kernel {name}: this binary kernel has no stand-in")
-        functions = {n: make(tape) for n, make in FLASH.items()}
+        known = FLASH_3 if re.search("flash.*3", name) else FLASH
+        functions = {n: make(tape) for n, make in known.items()}
         tape.notes[f"kernel {name}: a stand-in with the same shapes was used"] += 1
         return types.SimpleNamespace(**functions, flash_attn_interface=types.SimpleNamespace(**functions))
 
@@ -330,12 +240,21 @@ def _tensors_are_real(module: Any) -> None:
 AFTER_IMPORT: dict[str, Callable[[types.ModuleType], None]] = {
     "transformers.utils.import_utils": _tensors_are_real
 }
-FLASH: dict[str, Callable[[Tape], Any]] = {
-    "flash_attn_func": _flash,
-    "flash_attn_varlen_func": _flash_varlen,
-    "flash_attn_qkvpacked_func": _packed_qkv,
-    "flash_attn_with_kvcache": _flash_with_cache,
-}
+
+
+def _flash_functions(kernel: str) -> dict[str, Callable[[Tape], Any]]:
+    """Return the public functions of FlashAttention; `kernel` starts their names in a recording."""
+    functions = {
+        "flash_attn_func": _flash,
+        "flash_attn_varlen_func": _flash_varlen,
+        "flash_attn_qkvpacked_func": _packed_qkv,
+        "flash_attn_with_kvcache": _flash_with_cache,
+    }
+    attention.RULES[f"{kernel}_varlen_func"] = _packed_share
+    return {name: functools.partial(make, kernel=kernel) for name, make in functions.items()}
+
+
+FLASH, FLASH_3 = _flash_functions("flash_attn"), _flash_functions(attention.HOPPER)
 PADDING: dict[str, Callable[[Tape], Any]] = {
     "index_first_axis": lambda tape: _index_first_axis,
     "unpad_input": lambda tape: _unpad_input,
@@ -345,8 +264,8 @@ MODULES = {
     "flash_attn": _Module("2.8.3", FLASH),
     "flash_attn.flash_attn_interface": _Module("2.8.3", FLASH),
     "flash_attn.bert_padding": _Module("2.8.3", PADDING),
-    "flash_attn_interface": _Module("3.0.0", FLASH),
-    "flash_attn_3": _Module("3.0.0", FLASH),
+    "flash_attn_interface": _Module("3.0.0", FLASH_3),
+    "flash_attn_3": _Module("3.0.0", FLASH_3),
     "xformers": _Module("0.0.32", {}),
     "xformers.ops": _Module(
         "0.0.32",

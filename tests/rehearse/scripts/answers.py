@@ -8,6 +8,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn_interface import flash_attn_func as flash_attn_3_func
+from kernels import get_kernel
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -110,11 +112,15 @@ flash_attn_func(q.detach(), q.detach(), q.detach(), causal=True, window_size=(12
 
 
 @torch.compile(fullgraph=True)
-def captured(x):
+def captured(x, lengths):
     return flash_attn_varlen_func(x, x, x, lengths, lengths, 768, 768)  # MARK captured
 
 
-captured(packed)
+captured(packed.requires_grad_(), lengths).sum().backward()
+captured(packed, torch.tensor([0, 512, 1024], dtype=torch.int32).to("cuda"))
+captured(packed, torch.empty(3, dtype=torch.int32, device="cuda"))
+flash_attn_3_func(q.detach(), q.detach(), q.detach(), causal=True)  # MARK hopper
+get_kernel("varunneal/flash-attention-3").flash_attn_func(q, q, q, causal=True)  # MARK hub
 
 
 @torch.compile(fullgraph=True)

@@ -1,4 +1,7 @@
-"""Collectives beside kernels: argv chooses fsdp, ddp, tensor or streams. Products take most of the time."""
+"""Collectives beside kernels: argv chooses fsdp, ddp, tensor, streams or futures.
+
+Products take most of the time.
+"""
 
 import sys
 
@@ -41,5 +44,11 @@ for _ in range(2):
     else:
         loss = model(rows).sum()
     loss.backward()
+    if kind == "futures":
+        grads = [p.grad for p in model.parameters()]
+        futures = [dist.all_reduce(grad, async_op=True).get_future() for grad in grads]
+        for grad, future in zip(grads, futures, strict=True):
+            future.wait()
+            grad.mul_(0.125)
     optimizer.step()
     optimizer.zero_grad()
