@@ -8,8 +8,8 @@ A mutant is a copy of the package with one change in one kernel file. First the 
 kernels run on it, then the tests that compare the kernels' values. It is killed when one of them fails.
 EQUIVALENT lists mutants that cannot matter, with the reason. A tool, not a test: it takes an hour.
 
-A second run judges only what the file of results does not have: other mutants, survivors, and mutants of a
-kernel file that changed. `--all` judges everything again.
+A second run judges only what the file of results does not have: other mutants, survivors, and mutants of
+kernels that changed (comments do not count). `--all` judges everything again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,7 +77,7 @@ CHECKS: dict[tuple[str, ...], tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old` at one place of a file becomes `new`."""
+    """`old` at one place of a file becomes `new`; `number` counts equal changes of one kernel."""
 
     file: str
     line: int
@@ -87,10 +87,14 @@ class Mutant:
     stop: int
     old: str
     new: str
+    number: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.file}:{self.line} {self.rule}: {self.old.strip()} -> {self.new.strip() or 'nothing'}"
+        """Does not change with lines and comments elsewhere in the file."""
+        again = f" ({self.number})" if self.number > 1 else ""
+        change = f"{self.old.strip()} -> {self.new.strip() or 'nothing'}"
+        return f"{self.file} {self.kernel} {self.rule}: {change}{again}"
 
 
 _BELOW = (
@@ -237,18 +241,27 @@ def _mask_names(function: ast.FunctionDef) -> set[str]:
     } | {"bound", "real"}
 
 
+def kernels_in(source: str) -> dict[str, ast.FunctionDef]:
+    """Functions of a file that Triton compiles, by name."""
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    jit = [f for f in functions if any(ast.unparse(d) == "triton.jit" for d in f.decorator_list)]
+    return {function.name: function for function in jit}
+
+
 def mutants_of(path: Path) -> list[Mutant]:
     source = path.read_text()
     name = str(path.relative_to(ROOT / "leanstep"))
-    all_mutants: list[Mutant] = []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and any(
-            ast.unparse(d) == "triton.jit" for d in node.decorator_list
-        ):
-            finder = Finder(name, source, node)
-            finder.visit(node)
-            all_mutants += finder.mutants
-    return sorted(set(all_mutants), key=lambda m: (m.start, m.stop, m.new))
+    mutants: list[Mutant] = []
+    for function in kernels_in(source).values():
+        finder = Finder(name, source, function)
+        finder.visit(function)
+        mutants += sorted(set(finder.mutants), key=lambda m: (m.start, m.stop, m.new))
+    seen: Counter[str] = Counter()
+    numbered = []
+    for mutant in mutants:
+        seen[mutant.name] += 1
+        numbered.append(replace(mutant, number=seen[mutant.name]))
+    return numbered
 
 
 def _pytest(copy: Path, arguments: list[str]) -> int:
@@ -324,12 +337,26 @@ def judged(mutants: list[Mutant], copy: Path) -> Iterator[tuple[Mutant, str]]:
         yield mutant, outcome
 
 
-def digest_of(file: str) -> str:
-    return hashlib.sha256((ROOT / "leanstep" / file).read_bytes()).hexdigest()[:16]
+def digest_of(source: str, kernel: str) -> str:
+    """Of a kernel and the kernels that it calls, without comments and docstrings."""
+    functions, needed = kernels_in(source), [kernel]
+    for name in needed:
+        function = functions[name]
+        if ast.get_docstring(function) is not None:
+            function.body = function.body[1:]
+        called = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and n.id in functions]
+        needed += [name for name in dict.fromkeys(called) if name not in needed]
+    text = "\n".join(ast.dump(functions[name]) for name in sorted(needed))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def key_of(mutant: Mutant) -> tuple[str, str]:
+    """Of its row in the file of results."""
+    return mutant.name, digest_of((ROOT / "leanstep" / mutant.file).read_text(), mutant.kernel)
 
 
 def earlier_results() -> dict[tuple[str, str], dict[str, str]]:
-    """Rows of the file of results by mutant and digest of its kernel file, without survivors."""
+    """Rows of the file of results by mutant and digest of its kernel, without survivors."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     rows = [row for row in map(json.loads, lines) if row["outcome"] != "survived"]
     return {(row["mutant"], row["digest"]): row for row in rows}
@@ -352,13 +379,13 @@ def judge_all(mutants: list[Mutant]) -> None:
             if outcome == "survived" and reason:
                 outcome = f"equivalent: {reason}"
             row = {"mutant": mutant.name, "kernel": mutant.kernel, "rule": mutant.rule, "outcome": outcome}
-            print(json.dumps(row | {"digest": digest_of(mutant.file)}), file=results, flush=True)
+            print(json.dumps(row | {"digest": key_of(mutant)[1]}), file=results, flush=True)
             print(f"{number} of {len(mutants)}  {outcome:15}  {mutant.name}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help="parts of the mutants' files, lines or kernels")
+    parser.add_argument("parts", nargs="*", help="parts of the mutants' files or kernels")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--all", action="store_true", help="judge again what the file of results has")
     chosen = parser.parse_args()
@@ -366,16 +393,16 @@ def main() -> int:
         mutant
         for path in sorted((ROOT / "leanstep").rglob("kernel.py"))
         for mutant in mutants_of(path)
-        if any(part in f"{mutant.name} {mutant.kernel}" for part in chosen.parts or [""])
+        if any(part in mutant.name for part in chosen.parts or [""])
     ]
     if chosen.list:
         print("\n".join(mutant.name for mutant in mutants))
         print(Counter(m.rule for m in mutants), len(mutants))
         return 0
     earlier = {} if chosen.all else earlier_results()
-    judge_all([m for m in mutants if (m.name, digest_of(m.file)) not in earlier])
+    judge_all([m for m in mutants if key_of(m) not in earlier])
     known = earlier_results()
-    outcomes = [known.get((m.name, digest_of(m.file)), {"outcome": "survived"})["outcome"] for m in mutants]
+    outcomes = [known.get(key_of(m), {"outcome": "survived"})["outcome"] for m in mutants]
     print(Counter(outcome.split(":")[0] for outcome in outcomes))
     return 1 if "survived" in outcomes else 0
 
