@@ -216,10 +216,11 @@ class Owners:
         """Reduce gradients to their owners, step there, and gather the weights on all ranks."""
         # First: it raises for rows that were not named, before anything changes.
         plans = self.rows.plan({e.name: grad for e, grad in work if e.name in self.rows.tables})
-        # The order in which a link takes them: small gradients, Adam's tables, matrices.
         owned = self._launch_owned([pair for pair in work if not self.is_cut(pair[0])])
         cut = [pair for pair in work if self.is_cut(pair[0])]
-        cut.sort(key=lambda pair: not pair[0].is_adam)
+        # Matrices, dense tables, sparse ones: polar factors run while tables are exchanged, and rows are
+        # selected while matrices are exchanged.
+        cut.sort(key=lambda pair: (pair[0].name in plans, pair[0].is_adam))
         pending = [
             (self.pieces[entry.name], self._reduce_piece(entry, grad, plans.get(entry.name)))
             for entry, grad in cut
