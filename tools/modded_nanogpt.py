@@ -288,7 +288,7 @@ def bank_drift(runs: int, steps: int, *, compiled: bool) -> None:
 STAGES: dict[str, tuple[int, tuple[int, int], tuple[int, int, int]]] = {
     "stage 1": (483, (2, 1), (1, 2, 3)),
     "stage 2": (967, (4, 5), (483, 484, 485)),
-    "stage 3": (1450, (8, 9), (968, 969, 970)),
+    "stage 3": (1450, (8, 9), (969, 970, 971)),
     "extension": (1490, (11, 12), (1449, 1450, 1451)),
 }
 FOLDER = Path(__file__).parent / "rehearsals"

@@ -12,7 +12,7 @@ state, and sampling.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,13 @@ def bigram_hash(tokens: Tensor, table_size: int, starts: Tensor | None = None) -
 def _wrap(x: Tensor) -> Tensor:
     """Return the low 32 bits as a signed number; exact, because both factors are far below 63 bits."""
     return ((x + 2**31) & (2**32 - 1)) - 2**31
+
+
+def flag_starts(bounds: Sequence[int], length: int) -> Tensor:
+    """Return [length] bool, True at the first token of each document."""
+    starts = torch.zeros(length, dtype=torch.bool)
+    starts[[bound for bound in bounds if bound < length]] = True
+    return starts
 
 
 class BankedGPT(nn.Module):
@@ -209,6 +216,24 @@ class BankedGPT(nn.Module):
         if "attn_bank" in self._parameters:
             views["attn_bank"] = self.attn_bank.detach().view(-1, d, d)
         return views
+
+    def rows_read(self, inputs: Tensor, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the rows of the bigram and value tables that a forward reads, by parameter.
+
+        No other row of these tables gets a gradient.
+
+        Args:
+            inputs, cu_seqlens: as for `forward`, on the host.
+        """
+        c, rows = self.config, {}
+        if c.bigram_vocab_size:
+            bounds = [0] if cu_seqlens is None else cu_seqlens.tolist()
+            starts = flag_starts(bounds, inputs.shape[0]) if c.respect_docs else None
+            rows["bigram_embed"] = bigram_hash(inputs, c.bigram_vocab_size, starts)
+        if c.value_embed_layers:
+            offsets = torch.arange(len(c.value_embed_layers)) * c.padded_vocab
+            rows["value_embeds"] = inputs + offsets[:, None]
+        return rows
 
     # State that a schedule changes.
 

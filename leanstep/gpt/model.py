@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leanstep.gpt.attention import check_cu_seqlens
-from leanstep.gpt.banks import BankedGPT, bigram_hash, unbind_bank
+from leanstep.gpt.banks import BankedGPT, bigram_hash, flag_starts, unbind_bank
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.layers import MLP, Mix, Norm, ResidualMLP, SmearNorm, injections
 from leanstep.gpt.loss import head_loss
@@ -172,7 +172,7 @@ class GPT(BankedGPT):
                 tables[layer] = self.rotary.real_table(length, shape.paired, dtype, device)
             else:
                 tables[layer] = self.rotary.full_table(shape.heads, length, shape.paired, dtype, device)
-        starts = self._document_starts(bounds, inputs) if c.respect_docs else None
+        starts = to_device(flag_starts(bounds, length), device) if c.respect_docs else None
         scale = self.rotary.scale_on(dtype, device) if plain else self.rotary.attention_scale
         return _Documents(starts, plans, tables, scale)
 
@@ -376,12 +376,6 @@ class GPT(BankedGPT):
             if target == layer:
                 opening = torch.sigmoid(F.linear(x0[:, : c.gate_width], self.skip_gate[i : i + 1]))
                 yield 2 * torch.sigmoid(self.scalar(f"skip{i}")).to(x0.dtype) * opening, skipped[source]
-
-    @staticmethod
-    def _document_starts(bounds: list[int], inputs: Tensor) -> Tensor:
-        starts = torch.zeros(inputs.shape[0], dtype=torch.bool)
-        starts[[b for b in bounds if b < inputs.shape[0]]] = True
-        return to_device(starts, inputs.device)
 
     def forward(
         self,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leanstep.gpt.attention import check_cu_seqlens, rotate, windowed_attention
-from leanstep.gpt.banks import BankedGPT, bigram_hash
+from leanstep.gpt.banks import BankedGPT, bigram_hash, flag_starts
 from leanstep.gpt.config import GPTConfig
 
 # fp32 machine epsilon for every activation dtype; torch.rms_norm also uses it for bf16 input.
@@ -190,8 +190,7 @@ class ReferenceGPT(BankedGPT):
         bounds = [0, inputs.shape[0]] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, inputs.shape[0])
         starts = None
         if c.respect_docs:
-            starts = torch.zeros(inputs.shape[0], dtype=torch.bool)
-            starts[[b for b in bounds if b < inputs.shape[0]]] = True
+            starts = flag_starts(bounds, inputs.shape[0])
 
         x = F.embedding(inputs, self.embed)
         dtype = x.dtype

@@ -27,6 +27,7 @@ from leanstep.muon.param_groups import (
 from leanstep.muon.polar import Workspace
 from leanstep.muon.reference import POLAR_EXPRESS, Triples
 from leanstep.muon.sharded import Assignment, Owners, assign
+from leanstep.muon.sparse_rows import TouchedRows, check_rows
 from leanstep.muon.state import (
     FORMAT,
     State,
@@ -82,7 +83,8 @@ class NorMuon(torch.optim.Optimizer):
             the step in `skipped_steps`; on a GPU the kernels decide, without a host read. "ignore" skips the
             check.
         adam: defaults of the Adam groups: lr (default 0.35 * lr, the record's ratio), betas, eps,
-            weight_decay, decay, lr_mul, wd_mul, residual, every, phase.
+            weight_decay, decay, lr_mul, wd_mul, residual, every, phase, sparse_rows (with a mesh, only rows
+            named by `note_rows` are sent to their owners).
         mesh: a 1-D DeviceMesh or process group whose ranks share the work on plain tensors: gradients are
             reduced to the rank that owns a parameter, which steps it and sends the weight to the others.
             Banks and large tables are cut into a piece for each rank where they can be.
@@ -352,6 +354,43 @@ class NorMuon(torch.optim.Optimizer):
         grads = [e.param.grad for e in self._all_entries() if e.param.grad is not None and self._is_cut(e)]
         if grads:
             self._ranks.average(grads)
+        for touched in self._touched_rows(self.param_groups, with_gradient=True):
+            touched.add_all()
+
+    def note_rows(self, param: Tensor, rows: Tensor) -> None:
+        """Name the rows of a table that the next backward on this rank may give a gradient; no host sync.
+
+            optimizer.note_rows(model.embed.weight, tokens)      # the same tokens on the host
+            model(tokens.to(device)).backward()
+
+        For a parameter of a group with `sparse_rows`. Rows are collected over all calls until `zero_grad` or
+        `zero_stepped_grads` clears the gradient. Too many rows change only the bytes that are sent; the owner
+        of a missing row does not get its gradient, for which `step` raises in the first exchange. All rows
+        are sent if a rank has named none, and if the ranks have touched so many that this is faster.
+
+        Args:
+            param: a table [rows, ...].
+            rows: integers on the CPU, any shape, with or without duplicates; empty: no row has a gradient.
+        """
+        entry = self._entry_of(param)
+        if not entry.group.get("sparse_rows"):
+            raise ValueError(f"{entry.name}: expected a parameter of an Adam group with sparse_rows=True")
+        check_rows(rows, param.shape[0])
+        ranks = self._scheme()
+        if isinstance(ranks, Owners) and entry.name in ranks.rows.tables:
+            ranks.rows.tables[entry.name].add(rows)
+
+    def _touched_rows(self, groups: list[Group], *, with_gradient: bool = False) -> list[TouchedRows]:
+        """Return the touched rows of the groups' tables that are exchanged by rows."""
+        tables = self._ranks.rows.tables if isinstance(self._ranks, Owners) else {}
+        params = [p for group in groups for p in group["params"] if p.grad is not None or not with_gradient]
+        return [tables[self._names[p]] for p in params if self._names[p] in tables]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, and the rows that `note_rows` has named."""
+        super().zero_grad(set_to_none)
+        for touched in self._touched_rows(self.param_groups):
+            touched.clear()
 
     def zero_stepped_grads(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the groups that the last `step` updated; the others keep accumulating."""
@@ -361,6 +400,8 @@ class NorMuon(torch.optim.Optimizer):
                     param.grad = None
                 elif param.grad is not None:
                     param.grad.zero_()
+        for touched in self._touched_rows(self._stepped):
+            touched.clear()
 
     def explain(self) -> str:
         """Describe how each parameter is stepped: the form of the iteration, the reason, and the rank."""
@@ -478,6 +519,11 @@ class NorMuon(torch.optim.Optimizer):
             for entry in self._all_entries():
                 if entry.param in self.state:
                     self.state[entry.param] = ranks.own_state(entry, self.state[entry.param])
+        # Gradients that were saved with the state are means of all ranks' rows.
+        for touched in self._touched_rows(self.param_groups):
+            touched.clear()
+        for touched in self._touched_rows(self.param_groups, with_gradient=True):
+            touched.add_all()
 
 
 def _look(grads: Sequence[Tensor], on_device: bool) -> Tensor | bool:

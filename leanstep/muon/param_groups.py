@@ -67,6 +67,7 @@ ADAM_DEFAULTS: Group = {
     "residual": "nearest",
     "every": 1,
     "phase": 0,
+    "sparse_rows": False,
 }
 # Set by torch, by schedulers and by this optimizer; valid in any group.
 _BOOKKEEPING = {
@@ -170,6 +171,8 @@ def _check_choices(group: Group) -> None:
     for key, allowed in choices.items():
         if key in group and group[key] not in allowed:
             raise ValueError(f"{key}: expected one of {', '.join(allowed)}, got {group[key]!r}")
+    if not isinstance(group.get("sparse_rows", False), bool):
+        raise ValueError(f"sparse_rows: expected True or False, got {group['sparse_rows']!r}")
     dtype = group.get("compute_dtype", "auto")
     if dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"compute_dtype: expected 'auto' or a floating-point dtype, got {dtype!r}")
@@ -191,6 +194,10 @@ def check_params(group: Group, names: list[str]) -> None:
         if not param.is_floating_point() or param.layout != torch.strided:
             raise ValueError(
                 f"{name}: expected a dense real floating tensor, got {param.dtype} {param.layout}"
+            )
+        if group.get("sparse_rows") and param.ndim < 2:
+            raise ValueError(
+                f"sparse_rows: expected tables [rows, ...], got {name} of shape {tuple(param.shape)}"
             )
         if group["algorithm"] != "adam":
             check_cut(name, param.shape, group_cut(group))

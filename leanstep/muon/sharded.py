@@ -7,7 +7,8 @@
 This takes two collectives per dtype for any number of matrices. Parameters are assigned by FLOPs, the same
 way on every rank, without communication. A bank whose matrices the ranks can share evenly is cut, and so is a
 large table of Adam's by rows: each rank owns a piece, and its two collectives run beside the steps of other
-parameters. `leanstep.muon.fsdp` handles FSDP2's DTensors.
+parameters. Of a table with `sparse_rows` only the touched rows are sent (`leanstep.muon.sparse_rows`).
+`leanstep.muon.fsdp` handles FSDP2's DTensors.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from leanstep.muon.param_groups import Entry, make_entry
 from leanstep.muon.polar import Workspace
+from leanstep.muon.sparse_rows import PendingRows, RowExchange, RowPlan, TouchedRows
 from leanstep.muon.state import State, finite_on_device, grads_are_finite, new_state
 from leanstep.muon.update import States, advance, update_parameters
 
@@ -153,8 +155,9 @@ class Owners:
 
     Every rank must hold the same parameters in the same order. Collectives per step: two per dtype; one of
     three numbers, so that all ranks skip a step whose gradients are not finite; and one per dtype for
-    gradients of groups that were not due, so that these are also the same on every rank. On a GPU the host
-    reads the three numbers only on the first step and after the number of gradients changes.
+    gradients of groups that were not due, so that these are also the same on every rank; two per piece, and
+    one between the hosts for all tables with `sparse_rows`. On a GPU the host reads the three numbers only on
+    the first step and after the number of gradients changes.
     """
 
     def __init__(self, mesh: Any, averaged: bool) -> None:
@@ -166,6 +169,7 @@ class Owners:
         self.assignment: Assignment | None = None
         self.agreement = Agreement()
         self.pieces: dict[str, Piece] = {}
+        self.rows = RowExchange(self.group, self.rank, self.world)
 
     def assign_owners(self, entries: Sequence[Entry]) -> None:
         """Decide which rank owns which parameter, or which piece of it."""
@@ -176,6 +180,9 @@ class Owners:
             for e, shape in zip(entries, shapes.values(), strict=True)
             if shape is not None
         }
+        if self.world > 1 and not self.averaged:
+            sparse = (piece for piece in self.pieces.values() if piece.whole.group.get("sparse_rows"))
+            self.rows.tables = {piece.whole.name: TouchedRows(piece.shape[0]) for piece in sparse}
         whole = {e.name: (e.param.numel(), e.flops()) for e in entries if e.name not in self.pieces}
         self.assignment = assign(whole, self.world)
 
@@ -207,18 +214,26 @@ class Owners:
 
     def update(self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None) -> None:
         """Reduce gradients to their owners, step there, and gather the weights on all ranks."""
-        # The order in which a link takes them: small gradients, Adam's tables, matrices.
+        # First: it raises for rows that were not named, before anything changes.
+        plans = self.rows.plan({e.name: grad for e, grad in work if e.name in self.rows.tables})
         owned = self._launch_owned([pair for pair in work if not self.is_cut(pair[0])])
         cut = [pair for pair in work if self.is_cut(pair[0])]
-        cut.sort(key=lambda pair: not pair[0].is_adam)
-        pending = [(self.pieces[entry.name], self._reduce_piece(entry, grad)) for entry, grad in cut]
+        # Matrices, dense tables, sparse ones: polar factors run while tables are exchanged, and rows are
+        # selected while matrices are exchanged.
+        cut.sort(key=lambda pair: (pair[0].name in plans, pair[0].is_adam))
+        pending = [
+            (self.pieces[entry.name], self._reduce_piece(entry, grad, plans.get(entry.name)))
+            for entry, grad in cut
+        ]
         gathers = [self._update_piece(piece, part, states, workspace, go) for piece, part in pending]
         self._step_owned(owned, states, workspace, go)
         for gather in gathers:
             gather.wait()
 
-    def _reduce_piece(self, entry: Entry, grad: Tensor) -> _Pending:
+    def _reduce_piece(self, entry: Entry, grad: Tensor, plan: RowPlan | None) -> _Pending | PendingRows:
         piece = self.pieces[entry.name]
+        if plan is not None:
+            return PendingRows(grad, piece.items, plan, self.group)
         if self.averaged:
             return _Pending(None, grad.reshape(piece.shape)[piece.items].contiguous(), 1)
         out = grad.new_empty((piece.count, *piece.shape[1:]))
@@ -226,7 +241,12 @@ class Owners:
         return _Pending(work, out, self.world)
 
     def _update_piece(
-        self, piece: Piece, reduced: _Pending, states: States, workspace: Workspace, go: Tensor | None
+        self,
+        piece: Piece,
+        reduced: _Pending | PendingRows,
+        states: States,
+        workspace: Workspace,
+        go: Tensor | None,
     ) -> Any:
         """Step this rank's piece; return the collective that gathers all pieces on all ranks."""
         piece.refresh()
@@ -349,7 +369,10 @@ class Owners:
 
     def explain(self) -> str:
         cut = f"\ncut, a piece for each rank: {', '.join(self.pieces)}" if self.pieces else ""
-        return f"owner over {self.world} ranks\n{self.assignment}{cut}"
+        sparse = (
+            f"\ngradients sent by touched rows: {', '.join(self.rows.tables)}" if self.rows.tables else ""
+        )
+        return f"owner over {self.world} ranks\n{self.assignment}{cut}{sparse}"
 
 
 class _Pending:

@@ -312,6 +312,7 @@ class GPTTraining:
         for _ in range(self.accumulation):
             batch = self.loader.next_batch()
             inputs, targets = self._on_device(batch)
+            self.optimizer.note_batch(batch.inputs, batch.cu_seqlens)
             loss = self.model(inputs, targets, batch.cu_seqlens, mtp=here.mtp_weights) / self.accumulation
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()

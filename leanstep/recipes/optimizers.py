@@ -47,6 +47,9 @@ TABLES = ("embed", "lm_head", *RARE_TABLES)
 class ScheduledOptimizer(Protocol):
     """What the recipe asks of an optimizer."""
 
+    def note_batch(self, inputs: Tensor, cu_seqlens: Tensor) -> None:
+        """Take note of a batch, on the host, before its backward."""
+
     def step(self, here: Position) -> None:
         """Update with the mean of all ranks' gradients, keep tied weights equal, clear what was used."""
 
@@ -141,6 +144,9 @@ class AdamWEverywhere:
             return self.lr * warm * (0.55 + 0.45 * math.cos(math.pi * here.step / self.schedule.num_steps))
         return self.lr * warm * here.lr_mul
 
+    def note_batch(self, inputs: Tensor, cu_seqlens: Tensor) -> None:
+        """Gradients are averaged as a whole."""
+
     def step(self, here: Position) -> None:
         self.model.tie_gradients()
         average_gradients(self.model.parameters(), self.world)
@@ -221,10 +227,17 @@ class NorMuonAndAdam:
                 group = {"params": [(name, named[name])], "algorithm": "adam", "betas": betas}
                 lr_mul = table_lr_mul if name in RARE_TABLES else lr_mul
                 group.update(lr_mul=lr_mul, wd_mul=wd_mul, weight_decay=adam_decay, residual="none")
+                group.update(sparse_rows=name in RARE_TABLES)
                 small.append(group)
         # `ignore`: looking for NaN would read a device value on every step.
         mesh = dist.group.WORLD if world.size > 1 else None
         self.muon = NorMuon([*banks, *small], lr=lr, adam={"lr": adam_lr}, nonfinite="ignore", mesh=mesh)
+
+    def note_batch(self, inputs: Tensor, cu_seqlens: Tensor) -> None:
+        """Name the rows of the bigram and value tables that get a gradient; the others are not sent."""
+        if self.world.size > 1:
+            for name, rows in self.model.rows_read(inputs, cu_seqlens).items():
+                self.muon.note_rows(self.model.get_parameter(name), rows)
 
     def step(self, here: Position) -> None:
         self.model.tie_gradients()

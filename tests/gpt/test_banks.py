@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from leanstep.gpt import GPT, GPTConfig, unbind_bank
 from leanstep.gpt.banks import bigram_hash
+from leanstep.gpt.reference import ReferenceGPT
 
 
 def counts(function) -> dict[str, int]:
@@ -105,6 +106,27 @@ def test_document_starts_take_the_last_row():
     ids = bigram_hash(tokens, 640, starts)
     assert (ids[starts] == 639).all()
     assert torch.equal(ids[20:], torch.cat([bigram_hash(tokens[20:], 640, starts[20:])]))
+
+
+@pytest.mark.parametrize("run", ["functions", "reference"])
+@pytest.mark.parametrize("respect_docs", [False, True])
+def test_the_rows_that_are_read_are_those_with_a_gradient(respect_docs, run):
+    config = GPTConfig.preset("tiny", vocab_size=64, bigram_vocab_size=5000, respect_docs=respect_docs)
+    model = ReferenceGPT(config) if run == "reference" else GPT(config, run=run)
+    scramble(model)
+    tokens = torch.randint(64, (49,), generator=torch.Generator().manual_seed(1))
+    bounds = torch.tensor([0, 1, 20, 48, 48], dtype=torch.int32)
+    model(tokens[:-1], tokens[1:], bounds).backward()
+    rows = model.rows_read(tokens[:-1], bounds)
+    assert set(rows) == {"bigram_embed", "value_embeds"}
+    for name, read in rows.items():
+        gradient = model.get_parameter(name).grad
+        assert torch.equal(gradient.ne(0).any(1).nonzero().flatten(), read.unique()), name
+
+
+def test_tables_that_do_not_exist_are_not_read():
+    config = GPTConfig.preset("plain", vocab_size=64)
+    assert GPT(config).rows_read(torch.tensor([1, 2])) == {}
 
 
 def test_bad_input_is_named():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from leanstep.gpt import GPTConfig, write_shard
+from leanstep.muon import sharded
 from leanstep.recipes import Cadence, current_world, gpt, run
 from leanstep.recipes.gpt import Data, GPTTraining
 from leanstep.recipes.schedules import Schedule, Stage
@@ -228,6 +231,49 @@ def test_two_ranks_match_one_with_the_same_global_batch(tmp_path, run_ranks):
                 assert np.abs(rank_weights[name] - weight.numpy()).max() <= bound, (optimizer, name)
         for name in ranks[0][optimizer][2]:
             assert np.array_equal(ranks[0][optimizer][2][name], ranks[1][optimizer][2][name]), name
+
+
+def train_by_rows(rank, world_size, folder):
+    """Tables in pieces, four micro-batches: by rows, resumed while gradients wait, and as whole tables."""
+    sharded.MIN_CUT_ELEMENTS = 1
+    shards = [tuple(sorted(Path(folder).glob(f"*{kind}.bin"))) for kind in ("train", "val")]
+    data = Data(*shards, bos=0, vocab_size=64)
+
+    def make():
+        return small_training(world=current_world(), data=data, micro_batches=4)
+
+    exchanges = mock.Mock(wraps=torch.distributed.all_to_all_single)
+    with mock.patch.object(torch.distributed, "all_to_all_single", exchanges):
+        # Adam has its turn in odd steps: gradients wait after step 4, none after step 5.
+        by_rows, resumed = make(), {4: make(), 5: make()}
+        for i in range(by_rows.num_steps):
+            by_rows.step(i)
+            for start, training in resumed.items():
+                if i == start:
+                    training.load_state_dict(copy.deepcopy(by_rows.state_dict()))
+                if start < i <= 7:
+                    training.step(i)
+            if i == 7:
+                trainings = (by_rows, *resumed.values())
+                middle = [{n: w.numpy() for n, w in weights(t).items()} for t in trainings]
+        count = exchanges.call_count
+        whole = make()
+        whole.optimizer.note_batch = lambda inputs, cu_seqlens: None
+        for i in range(whole.num_steps):
+            whole.step(i)
+    ends = [{n: w.numpy() for n, w in weights(t).items()} for t in (by_rows, whole)]
+    return ends, middle, (count, exchanges.call_count)
+
+
+def test_rows_of_tables_are_exchanged_like_whole_tables(tmp_path, run_ranks):
+    write_data(tmp_path)
+    for ends, (went_on, *resumed), (count, all_counts) in run_ranks(2, train_by_rows, str(tmp_path)):
+        assert count == all_counts > 0
+        for name, weight in went_on.items():
+            assert all(np.array_equal(weight, other[name]) for other in resumed), name
+        for name, weight in ends[0].items():
+            bound = 2e-3 * np.abs(ends[1][name]).max() + 1e-6
+            assert np.abs(weight - ends[1][name]).max() <= bound, name
 
 
 def test_accumulated_gradients_are_the_mean_over_micro_batches(tmp_path):
