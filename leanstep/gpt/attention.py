@@ -294,13 +294,13 @@ class PlanCache:
         key = (tuple(bounds), window, paired, head_dim, dtype, device, self.longest_document)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._make(bounds, window, paired, head_dim, dtype, device)
+            plan = self._plans[key] = self.make(bounds, window, paired, head_dim, dtype, device)
             while len(self._plans) > 1 and self.num_bytes > self.max_bytes:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         return plan
 
-    def _make(
+    def make(
         self,
         bounds: list[int],
         window: int,
@@ -309,6 +309,7 @@ class PlanCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Plan:
+        """Return a new plan."""
         slots, longest = bounds, self.longest_document
         if paired:
             slots, longest = [2 * b for b in bounds], None if longest is None else 2 * longest
@@ -334,27 +335,30 @@ class PlanCache:
         self._plans.clear()
 
 
-class FixedPlans(PlanCache):
+class FixedPlans:
     """Plans whose tensors stay while the documents change, as a CUDA graph needs them.
 
     Args:
-        longest_document: no document has more tokens.
-        kind: as for `PlanCache`.
+        source: makes the plans.
     """
 
-    def __init__(self, longest_document: int, *, kind: str = "auto") -> None:
-        super().__init__(kind=kind)
-        self.longest_document = longest_document
+    def __init__(self, source: PlanCache) -> None:
+        self.source = source
+        self._bounds: list[int] = []
+        self._plans: dict[tuple, Plan] = {}
 
     def load(self, bounds: list[int]) -> bool:
         """Write the plans of these documents into those in use.
 
         Returns False if one needs larger tensors; `get` then makes new ones.
         """
+        if bounds == self._bounds:
+            return True
+        self._bounds = bounds
         for key, plan in self._plans.items():
-            new: Any = self._make(bounds, *key)
+            new: Any = self.source.get(bounds, *key)
             if not plan.overwrite(new):
-                self.clear()
+                self._plans.clear()
                 return False
         return True
 
@@ -367,10 +371,10 @@ class FixedPlans(PlanCache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Plan:
-        """Return the plan of the documents of the last `load`; the first call makes it from `bounds`."""
+        """Return the plan of the documents of the last `load`, which are `bounds`."""
         key = (window, paired, head_dim, dtype, device)
         if key not in self._plans:
-            self._plans[key] = self._make(bounds, window, paired, head_dim, dtype, device)
+            self._plans[key] = self.source.make(bounds, window, paired, head_dim, dtype, device)
         return self._plans[key]
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from leanstep.gpt import Batch
-from leanstep.gpt.attention import FixedPlans
+from leanstep.gpt.attention import FixedPlans, PlanCache
 from leanstep.logprob.layout import to_device
 from leanstep.recipes.optimizers import ScheduledOptimizer
 from leanstep.recipes.schedules import Position
@@ -111,13 +111,13 @@ class StepInputs:
     Args:
         like: one batch per micro-batch, on the device: the sizes.
         numbers: how many numbers of the schedule a step reads.
-        longest_document: no document has more tokens.
+        plans: makes the plans of attention.
     """
 
-    def __init__(self, like: Sequence[Batch], numbers: int, longest_document: int) -> None:
+    def __init__(self, like: Sequence[Batch], numbers: int, plans: PlanCache) -> None:
         device = like[0].inputs.device
         self.batches = [Batch(b.inputs.clone(), b.targets.clone(), b.cu_seqlens) for b in like]
-        self.plans = [FixedPlans(longest_document) for _ in like]
+        self.plans = [FixedPlans(plans) for _ in like]
         self.numbers = torch.zeros(numbers, device=device)
 
     def load(self, batches: Sequence[Batch], numbers: Sequence[float]) -> bool:
@@ -169,7 +169,7 @@ class CapturedSteps:
         numbers = (*here.mtp_weights, *self.optimizer.rates(here))
         if stage != self._stage:
             self.forget()
-            self._stage, self._inputs = stage, StepInputs(batches, len(numbers), here.max_seq_len)
+            self._stage, self._inputs = stage, StepInputs(batches, len(numbers), self.model.plans)
         assert self._inputs is not None
         if not self._inputs.load(batches, numbers):
             self._graphs = None

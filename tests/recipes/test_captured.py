@@ -250,8 +250,9 @@ def test_a_whole_step_reads_rates_and_momentum_from_the_device(tmp_path, graphs,
 
 
 def test_documents_beyond_the_table_need_a_new_one():
-    plans, device = FixedPlans(64), torch.device("cpu")
-    plans._flash = lambda dtype, device: packed_attention
+    source, device = PlanCache(), torch.device("cpu")
+    source._flash = lambda dtype, device: packed_attention
+    plans = FixedPlans(source)
     layer = (16, False, 8, torch.float32, device)
     few, many = list(range(0, 513, 8)), list(range(0, 513, 2))
     plan = plans.get(few, *layer)
