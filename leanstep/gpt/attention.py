@@ -81,12 +81,24 @@ class BandPlan:
     first_keys: Tensor | None = None
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes held by the plan's tensors."""
+    def tensors(self) -> list[Tensor]:
         held = [self.mask, self.first_keys]
         if self.block_mask is not None:
             held += [getattr(self.block_mask, name) for name in _BLOCK_TENSORS]
-        return sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor))
+        return [x for x in held if isinstance(x, Tensor)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held by the plan's tensors."""
+        return sum(x.nbytes for x in self.tensors)
+
+    def overwrite(self, other: BandPlan) -> bool:
+        """Write another plan's values into this plan's tensors; return False if the shapes differ."""
+        if [x.shape for x in self.tensors] != [x.shape for x in other.tensors]:
+            return False
+        for mine, new in zip(self.tensors, other.tensors, strict=True):
+            mine.copy_(new)
+        return True
 
     @property
     def front(self) -> int:
@@ -202,7 +214,17 @@ class PackedPlan:
 
     @property
     def num_bytes(self) -> int:
-        return self.cu_seqlens.numel() * self.cu_seqlens.element_size()
+        return self.cu_seqlens.nbytes
+
+    def overwrite(self, other: PackedPlan) -> bool:
+        """Write another plan's documents into this plan's tensor; return False if it is too short."""
+        count = other.cu_seqlens.shape[0]
+        if count > self.cu_seqlens.shape[0]:
+            return False
+        self.cu_seqlens[:count] = other.cu_seqlens
+        # Documents past the last have no tokens.
+        self.cu_seqlens[count:] = other.cu_seqlens[-1]
+        return True
 
 
 def make_packed_plan(
@@ -272,23 +294,33 @@ class PlanCache:
         key = (tuple(bounds), window, paired, head_dim, dtype, device, self.longest_document)
         plan = self._plans.get(key)
         if plan is None:
-            slots, longest = bounds, self.longest_document
-            if paired:
-                slots, longest = [2 * b for b in bounds], None if longest is None else 2 * longest
-            # A plan built during evaluation must also work in a training step.
-            with torch.inference_mode(False):
-                flash = self._flash(dtype, device)
-                if flash is not None:
-                    plan = make_packed_plan(slots, window, longest, device, flash)
-                elif self.kind == "flex" or (self.kind == "auto" and device.type == "cuda"):
-                    plan = make_flex_plan(slots, window, device)
-                else:
-                    plan = make_plan(slots, window, head_dim, dtype, device)
-            self._plans[key] = plan
+            plan = self._plans[key] = self.make(bounds, window, paired, head_dim, dtype, device)
             while len(self._plans) > 1 and self.num_bytes > self.max_bytes:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         return plan
+
+    def make(
+        self,
+        bounds: list[int],
+        window: int,
+        paired: bool,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Plan:
+        """Return a new plan."""
+        slots, longest = bounds, self.longest_document
+        if paired:
+            slots, longest = [2 * b for b in bounds], None if longest is None else 2 * longest
+        # A plan built during evaluation must also work in a training step.
+        with torch.inference_mode(False):
+            flash = self._flash(dtype, device)
+            if flash is not None:
+                return make_packed_plan(slots, window, longest, device, flash)
+            if self.kind == "flex" or (self.kind == "auto" and device.type == "cuda"):
+                return make_flex_plan(slots, window, device)
+            return make_plan(slots, window, head_dim, dtype, device)
 
     def _flash(self, dtype: torch.dtype, device: torch.device) -> Callable[..., Any] | None:
         if self.kind != "auto" or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -301,6 +333,49 @@ class PlanCache:
 
     def clear(self) -> None:
         self._plans.clear()
+
+
+class FixedPlans:
+    """Plans whose tensors stay while the documents change, as a CUDA graph needs them.
+
+    Args:
+        source: makes the plans.
+    """
+
+    def __init__(self, source: PlanCache) -> None:
+        self.source = source
+        self._bounds: list[int] = []
+        self._plans: dict[tuple, Plan] = {}
+
+    def load(self, bounds: list[int]) -> bool:
+        """Write the plans of these documents into those in use.
+
+        Returns False if one needs larger tensors; `get` then makes new ones.
+        """
+        if bounds == self._bounds:
+            return True
+        self._bounds = bounds
+        for key, plan in self._plans.items():
+            new: Any = self.source.get(bounds, *key)
+            if not plan.overwrite(new):
+                self._plans.clear()
+                return False
+        return True
+
+    def get(
+        self,
+        bounds: list[int],
+        window: int,
+        paired: bool,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Plan:
+        """Return the plan of the documents of the last `load`, which are `bounds`."""
+        key = (window, paired, head_dim, dtype, device)
+        if key not in self._plans:
+            self._plans[key] = self.source.make(bounds, window, paired, head_dim, dtype, device)
+        return self._plans[key]
 
 
 def band_view(padded: Tensor, plan: BandPlan) -> Tensor:

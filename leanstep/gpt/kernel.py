@@ -39,8 +39,9 @@ def _tanh(u):
 
 @triton.jit
 def softcap_rows_kernel(
-    u_ptr, grad_ptr, targets_ptr, weights_ptr, loss_ptr, num_columns, u_stride, grad_stride,
-    factor, shift, half, grad_factor, AHEAD: tl.constexpr, HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    u_ptr, grad_ptr, targets_ptr, weights_ptr, loss_ptr, scale_ptr, num_columns, u_stride, grad_stride,
+    factor, shift, half,
+    AHEAD: tl.constexpr, HAS_GRAD: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     u_ptr += row * u_stride
@@ -64,6 +65,9 @@ def softcap_rows_kernel(
         # Every thread has read the targets' products before one writes over them.
         tl.debug_barrier()
         grad_ptr += row * grad_stride
+        grad_factor = half * factor
+        if HAS_SCALE:
+            grad_factor /= tl.load(scale_ptr)
         for start in range(0, num_columns, BLOCK):
             inside = start + columns < num_columns
             u = tl.load(u_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
@@ -84,7 +88,7 @@ def softcap_rows(
     weights: Tensor,
     loss: Tensor,
     softcap: tuple[float, float, float],
-    grad_scale: float = 1.0,
+    grad_scale: Tensor | None = None,
 ) -> None:
     """Write losses of rows u [R, V] to `loss` [R], and their gradients / grad_scale to `grad` [R, V].
 
@@ -92,6 +96,7 @@ def softcap_rows(
         grad: may be `u` itself; None: no gradient.
         targets, weights: [R, K] within the vocabulary; weight 0 where there is none. loss, weights: fp32.
         softcap: (a, b, c) of a * sigmoid((u + b) / c).
+        grad_scale: [] fp32; None: 1.
     """
     a, b, c = softcap
     rows, columns = u.shape
@@ -99,9 +104,10 @@ def softcap_rows(
     block = min(BLOCK, triton.next_power_of_2(columns))
     with torch.cuda.device(u.device) if u.is_cuda else contextlib.nullcontext():
         softcap_rows_kernel[(rows,)](
-            u, u if grad is None else grad, targets, weights, loss, columns, u.stride(0),
+            u, u if grad is None else grad, targets, weights, loss,
+            loss if grad_scale is None else grad_scale, columns, u.stride(0),
             u.stride(0) if grad is None else grad.stride(0), factor, b * factor, half,
-            half * factor / grad_scale, AHEAD=targets.shape[1], HAS_GRAD=grad is not None, BLOCK=block,
+            AHEAD=targets.shape[1], HAS_GRAD=grad is not None, HAS_SCALE=grad_scale is not None, BLOCK=block,
             num_warps=WARPS,
         )  # fmt: skip
 
@@ -163,15 +169,16 @@ def relu_product(a: Tensor, b: Tensor, pre: Tensor, out: Tensor, backward: bool)
 
 
 def _rows_entry(suffix: str, grad: str, ahead: int, has_grad: bool) -> dict[str, Any]:
-    constants = {"AHEAD": ahead, "HAS_GRAD": has_grad, "BLOCK": BLOCK}
+    constants = {"AHEAD": ahead, "HAS_GRAD": has_grad, "HAS_SCALE": False, "BLOCK": BLOCK}
     pointers = {"u_ptr": "*bf16", "grad_ptr": grad, "targets_ptr": "*i64", "weights_ptr": "*fp32"}
     numbers = dict.fromkeys(("num_columns", "u_stride", "grad_stride"), "i64")
-    floats = dict.fromkeys(("factor", "shift", "half", "grad_factor"), "fp32")
+    floats = dict.fromkeys(("factor", "shift", "half"), "fp32")
     return {
         "name": f"softcap_rows{suffix}",
         "fn": softcap_rows_kernel,
         "signature": {
-            **pointers, "loss_ptr": "*fp32", **numbers, **floats, **dict.fromkeys(constants, "constexpr")
+            **pointers, "loss_ptr": "*fp32", "scale_ptr": "*fp32", **numbers, **floats,
+            **dict.fromkeys(constants, "constexpr"),
         },
         "constexprs": constants,
         "num_warps": WARPS,

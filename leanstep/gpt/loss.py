@@ -30,7 +30,9 @@ from leanstep.logprob.parallel import VocabShard
 CPU_CHUNK_BYTES = 8 << 20
 
 
-def ahead_targets(targets: Tensor, mtp: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def ahead_targets(
+    targets: Tensor, mtp: tuple[float | Tensor, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return targets [T, K] of the next K tokens and weights [T, K]; weight 0 if there is no such token."""
     rows, ahead = targets.shape[0], len(mtp)
     padded = torch.cat([targets, targets.new_full((ahead - 1,), -1)])
@@ -54,13 +56,14 @@ class Operands:
     weight_VE: Tensor
     hidden_scale: Tensor | None = None
     weight_scale: Tensor | None = None
-    grad_scale: float = 1.0
+    grad_scale: Tensor | None = None
 
     @classmethod
-    def in_8_bits(cls, hidden: Tensor, weight: Tensor, steepest: float) -> Operands:
+    def in_8_bits(cls, hidden: Tensor, weight: Tensor, steepest: float | Tensor) -> Operands:
         """steepest: no logit gradient is larger."""
         h_scale, w_scale = _scale(hidden), _scale(weight)
-        grad_scale = steepest / torch.finfo(torch.float8_e5m2).max
+        largest = torch.finfo(torch.float8_e5m2).max
+        grad_scale = torch.ones_like(h_scale).mul_(steepest).div_(largest)
         return cls(_rounded(hidden, h_scale), _rounded(weight, w_scale), h_scale, w_scale, grad_scale)
 
     def logits(self, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -90,21 +93,23 @@ class Operands:
         return torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
 
     def hidden_grad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.weight_scale is None:
+        if self.weight_scale is None or self.grad_scale is None:
             return torch.mm(grad, self.weight_VE)
-        scale = grad.new_full((), self.grad_scale, dtype=torch.float32)
         return torch._scaled_mm(
-            grad, self._weight_columns.T, scale_a=scale, scale_b=self.weight_scale, out_dtype=dtype
+            grad, self._weight_columns.T, scale_a=self.grad_scale, scale_b=self.weight_scale, out_dtype=dtype
         )
 
     def weight_grad(self, grad: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
         """[E, V]: the transposed head's own layout."""
         h = self.hidden[rows]
-        if self.hidden_scale is None:
+        if self.hidden_scale is None or self.grad_scale is None:
             return torch.mm(h.T, grad)
-        scale = grad.new_full((), self.grad_scale, dtype=torch.float32)
         return torch._scaled_mm(
-            h.T.contiguous(), turned(grad).T, scale_a=self.hidden_scale, scale_b=scale, out_dtype=dtype
+            h.T.contiguous(),
+            turned(grad).T,
+            scale_a=self.hidden_scale,
+            scale_b=self.grad_scale,
+            out_dtype=dtype,
         )
 
 
@@ -302,7 +307,7 @@ def head_loss(
     head: Tensor,
     targets: Tensor,
     *,
-    mtp: tuple[float, ...] = (1.0,),
+    mtp: tuple[float | Tensor, ...] = (1.0,),
     softcap: tuple[float, float, float] | None = None,
     transposed: bool = True,
     tile_rows: int | None = None,
@@ -319,7 +324,8 @@ def head_loss(
         hidden: [T, E].
         head: [E, V] when `transposed`, else [V, E].
         targets: [T] integers; negative ones are ignored.
-        mtp: weight of the k-th token ahead; row t has no target past the last row.
+        mtp: weight of the k-th token ahead, a number or a tensor [] on the device, which a CUDA graph reads
+            at each replay; row t has no target past the last row.
         softcap: (a, b, c) or None.
         tile_rows: rows per chunk; None chooses by the device.
         float8: on a GPU that supports it (capability 8.9 or newer), the three products of a training step

@@ -302,7 +302,7 @@ def _fill(rows: list[_Rows], out: Tensor, workspace: Workspace, go: Tensor | Non
         return
     for row, part in zip(rows, out, strict=True):
         grad, buffer = row.grad.reshape(part.shape), row.state["momentum_buffer"].view(part.shape)
-        fill_update(grad, buffer, group["momentum"], part, nesterov=group["nesterov"])
+        fill_update(grad, buffer, float(group["momentum"]), part, nesterov=group["nesterov"])
 
 
 def _orthogonalise_whole(rows: list[_Rows], whole: Tensor, workspace: Workspace, go: Tensor | None) -> None:

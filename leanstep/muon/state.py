@@ -124,9 +124,9 @@ def fuses(weight: Tensor) -> bool:
     return known and triton_kernels() is not None
 
 
-def rate_on_device(lr: float | Tensor) -> bool:
-    """Return whether the learning rate is a GPU tensor: kernels read it, so a CUDA graph sees changes."""
-    return isinstance(lr, Tensor) and fuses(lr)
+def number_on_device(number: float | Tensor) -> bool:
+    """Return whether a rate or momentum is a GPU tensor: kernels read it, so a CUDA graph sees changes."""
+    return isinstance(number, Tensor) and fuses(number)
 
 
 def new_state(entry: Entry) -> State:

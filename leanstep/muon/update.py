@@ -21,7 +21,7 @@ from torch import Tensor
 from leanstep.muon.param_groups import Entry, Group, matrix_views, second_views
 from leanstep.muon.polar import PolarPlan, Workspace, iterate, normalize_into, run_side_by_side
 from leanstep.muon.reference import variance_axis
-from leanstep.muon.state import Stack, State, from_master, fuses, new_state, rate_on_device, to_master
+from leanstep.muon.state import Stack, State, from_master, fuses, new_state, number_on_device, to_master
 
 # Elements per block: four float32 temporaries of this size fit in the L2 cache of two cores.
 BLOCK_ELEMENTS = 96 * 1024
@@ -106,7 +106,7 @@ def matrix_rates(group: Group, factor: float, multiplier: float) -> tuple[float,
 def base_rate(group: Group) -> float:
     """Return the group's `lr`, or 1 if it is a GPU tensor, which the kernels multiply in."""
     lr = group["lr"]
-    return 1.0 if isinstance(lr, Tensor) and rate_on_device(lr) else float(lr)
+    return 1.0 if isinstance(lr, Tensor) and number_on_device(lr) else float(lr)
 
 
 def update_matrices(
@@ -159,7 +159,7 @@ def step_matrices(
     sizes = [stack.weight.size(0) for stack in stacks]
     update = workspace.take("update", (sum(sizes), plan.rows, plan.cols), stacks[0].momentum)
     for stack, part in zip(stacks, update.split(sizes), strict=True):
-        fill_update(stack.grad, stack.momentum, group["momentum"], part, nesterov=group["nesterov"])
+        fill_update(stack.grad, stack.momentum, float(group["momentum"]), part, nesterov=group["nesterov"])
     factor = orthogonalise(update, plan, group, workspace)
     for stack, part in zip(stacks, factor.split(sizes), strict=True):
         scale = None

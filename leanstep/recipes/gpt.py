@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from leanstep.gpt import (
     validation_batches,
 )
 from leanstep.logprob.layout import to_device
+from leanstep.recipes.captured import CapturedSteps
 from leanstep.recipes.checkpoint import seed_python_generators
 from leanstep.recipes.distributed import World
 from leanstep.recipes.optimizers import make_optimizer
@@ -134,6 +135,7 @@ class GPTSettings:
         data: folder with `*train*.bin` and `*val*.bin` shards instead of the default corpus.
         vocab_size: of the default corpus' tokenizer, or of the tokens in `data` (default there: GPT-2's).
         bos: the token that starts a document in `data` (default: GPT-2's).
+        cuda_graph: capture training steps as CUDA graphs: see `leanstep.recipes.captured`.
         warmup, decay, beta2 (adamw), adam_decay, table_lr_mul (normuon): see `leanstep.recipes.optimizers`.
     """
 
@@ -152,6 +154,7 @@ class GPTSettings:
     beta2: float | None = setting(None, least=0, below=1)
     adam_decay: float | None = setting(None, least=0)
     table_lr_mul: float | None = setting(None, least=0)
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -199,7 +202,7 @@ def build(
     if model and "vocab_size" in model:
         raise ValueError("model.vocab_size: the data decides it, set vocab_size")
     model_fields = {**chosen.model_fields, **(model or {}), "vocab_size": shards.vocab_size}
-    return GPTTraining(
+    training = GPTTraining(
         GPTConfig.preset(chosen.model, **model_fields),
         schedule,
         shards,
@@ -213,6 +216,9 @@ def build(
         cadence=chosen.cadence,
         preset=preset,
     )
+    if settings.cuda_graph:
+        training.capture_steps()
+    return training
 
 
 def _find_data(preset: Preset, folder: str | Path | None, vocab_size: int | None, bos: int | None) -> Data:
@@ -304,20 +310,27 @@ class GPTTraining:
         self.optimizer = make_optimizer(
             optimizer, self.model, schedule, self.world, dict(optimizer_options or {})
         )
+        self.captured: CapturedSteps | None = None
+
+    def capture_steps(self) -> None:
+        """Run the steps from now on as CUDA graphs; the optimizer is part of them on a single rank."""
+        if self.world.device.type != "cuda":
+            raise ValueError(f"cuda_graph: expected a CUDA device, got {self.world.device.type}")
+        if self.config.respect_docs or not self.config.flat_forward:
+            raise ValueError("cuda_graph: expected model.respect_docs=false and model.flat_forward=true, got "
+                             f"{self.config.respect_docs} and {self.config.flat_forward}")  # fmt: skip
+        self.captured = CapturedSteps(
+            self.model, self.optimizer, self._accumulate, whole=self.world.size == 1
+        )
 
     def step(self, i: int) -> dict[str, Tensor | float | int]:
         here = self.schedule.at(i)
         self._enter(here)
-        total: Tensor | None = None
-        for _ in range(self.accumulation):
-            batch = self.loader.next_batch()
-            inputs, targets = self._on_device(batch)
-            self.optimizer.note_batch(batch.inputs, batch.cu_seqlens)
-            loss = self.model(inputs, targets, batch.cu_seqlens, mtp=here.mtp_weights) / self.accumulation
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        self.optimizer.step(here)
+        if self.captured is None:
+            total = self._accumulate(self._micro_batches(), here.mtp_weights)
+            self.optimizer.step(here)
+        else:
+            total = self.captured.step(here, list(self._micro_batches()))
         if self.model.tied and i == self.schedule.untie_step:
             self.model.untie()
             self.optimizer.untie()
@@ -330,6 +343,22 @@ class GPTTraining:
             "momentum": here.momentum,
             "tokens": here.tokens,
         }
+
+    def _micro_batches(self) -> Iterator[Batch]:
+        for _ in range(self.accumulation):
+            batch = self.loader.next_batch()
+            self.optimizer.note_batch(batch.inputs, batch.cu_seqlens)
+            yield Batch(*self._on_device(batch), batch.cu_seqlens)
+
+    def _accumulate(self, batches: Iterable[Batch], mtp: tuple[Any, ...]) -> Tensor:
+        """Run forward and backward of every micro-batch; return the mean loss."""
+        total: Tensor | None = None
+        for batch in batches:
+            loss = self.model(batch.inputs, batch.targets, batch.cu_seqlens, mtp=mtp) / self.accumulation
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
 
     def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
         # Checked while the tokens are still on the host; the targets are the inputs moved on by one.
@@ -397,6 +426,8 @@ class GPTTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         self.loader.load_state_dict(state["loader"])
         self.completed = state["completed"]
+        if self.captured is not None:
+            self.captured.forget()
 
 
 def _skip_to(loader: DocumentLoader, seed: int) -> None:

@@ -11,7 +11,7 @@ the embedding when they part. Over several ranks NorMuon averages gradients and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,8 +50,15 @@ class ScheduledOptimizer(Protocol):
     def note_batch(self, inputs: Tensor, cu_seqlens: Tensor) -> None:
         """Take note of a batch, on the host, before its backward."""
 
-    def step(self, here: Position) -> None:
-        """Update with the mean of all ranks' gradients, keep tied weights equal, clear what was used."""
+    def rates(self, here: Position) -> list[float]:
+        """Return the numbers of an update that the schedule changes."""
+        ...
+
+    def step(self, here: Position, rates: Sequence[float | Tensor] | None = None) -> None:
+        """Update with the mean of all ranks' gradients, keep tied weights equal, clear what was used.
+
+        rates: the numbers of `rates(here)` as tensors on the device, which a CUDA graph reads.
+        """
 
     def untie(self) -> None:
         """The embedding becomes a parameter of its own and inherits the head's moments."""
@@ -89,6 +96,13 @@ def average_gradients(parameters: Iterable[Tensor], world: World) -> None:
         flat /= world.size
         for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(mean.view_as(gradient))
+
+
+def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with numbers for the tensors of a captured step."""
+    for group in state["param_groups"]:
+        group.update({k: float(group[k]) for k in ("lr", "momentum") if isinstance(group.get(k), Tensor)})
+    return state
 
 
 class AdamWEverywhere:
@@ -136,6 +150,7 @@ class AdamWEverywhere:
             lr=lr,
             betas=(0.9, beta2),
             fused=True,
+            capturable=world.device.type == "cuda",
         )
 
     def lr_at(self, here: Position) -> float:
@@ -147,11 +162,15 @@ class AdamWEverywhere:
     def note_batch(self, inputs: Tensor, cu_seqlens: Tensor) -> None:
         """Gradients are averaged as a whole."""
 
-    def step(self, here: Position) -> None:
+    def rates(self, here: Position) -> list[float]:
+        return [self.lr_at(here)]
+
+    def step(self, here: Position, rates: Sequence[float | Tensor] | None = None) -> None:
+        (lr,) = self.rates(here) if rates is None else rates
         self.model.tie_gradients()
         average_gradients(self.model.parameters(), self.world)
         for group in self.adamw.param_groups:
-            group["lr"] = self.lr_at(here) * group["lr_mul"]
+            group["lr"] = lr * group["lr_mul"]
         self.adamw.step()
         self.model.copy_tied()
         self.adamw.zero_grad(set_to_none=True)
@@ -168,7 +187,7 @@ class AdamWEverywhere:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return self.adamw.state_dict()
+        return _with_plain_rates(self.adamw.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_optimizer(self.adamw, state)
@@ -239,12 +258,15 @@ class NorMuonAndAdam:
             for name, rows in self.model.rows_read(inputs, cu_seqlens).items():
                 self.muon.note_rows(self.model.get_parameter(name), rows)
 
-    def step(self, here: Position) -> None:
+    def rates(self, here: Position) -> list[float]:
+        return [*(lr * here.lr_mul for lr in self.base_lr.values()), here.momentum]
+
+    def step(self, here: Position, rates: Sequence[float | Tensor] | None = None) -> None:
+        lr, adam_lr, momentum = self.rates(here) if rates is None else rates
         self.model.tie_gradients()
         for group in self.muon.param_groups:
-            group["lr"] = self.base_lr[group["algorithm"]] * here.lr_mul
-            if group["algorithm"] == "normuon":
-                group["momentum"] = here.momentum
+            is_matrix = group["algorithm"] == "normuon"
+            group.update({"lr": lr, "momentum": momentum} if is_matrix else {"lr": adam_lr})
         self.muon.step(do_adam=here.adam_step)
         if here.adam_step:
             self.model.copy_tied()
@@ -258,7 +280,7 @@ class NorMuonAndAdam:
     def state_dict(self) -> dict[str, Any]:
         # Gradients that wait are saved with the parameters, once for all ranks.
         self.muon.average_waiting()
-        return self.muon.state_dict()
+        return _with_plain_rates(self.muon.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.muon.load_state_dict(state)

@@ -215,6 +215,29 @@ def test_the_rows_kernel_is_the_formula(route_of_a_gpu, transposed, tile_rows, c
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("float8", [False, True])
+def test_weights_of_tokens_may_be_tensors(route_of_a_gpu, monkeypatch, float8):
+    """The same loss and gradients as with numbers: a CUDA graph reads new weights without a new capture."""
+    monkeypatch.setattr(loss, "multiplies_8_bits", lambda hidden, head: float8)
+    kernel = loss.rows_kernel(None, None, None)
+
+    def rounded_by_torch(u, grad, *rest):
+        wide = torch.empty(u.shape)
+        kernel.softcap_rows(u.float(), wide, *rest)
+        grad.copy_(wide.to(grad.dtype))
+
+    monkeypatch.setattr(loss, "rows_kernel", lambda *_: types.SimpleNamespace(softcap_rows=rounded_by_torch))
+    targets = torch.randint(144, (48,))
+    leaves = [torch.randn(shape).bfloat16().requires_grad_() for shape in ((48, 32), (32, 144))]
+    found = []
+    for mtp in ((1.0, 0.3), tuple(torch.tensor([1.0, 0.3]).unbind())):
+        value = head_loss(*leaves, targets, mtp=mtp, softcap=CAP, float8=float8)
+        found.append((value, *torch.autograd.grad(value, leaves)))
+    for number, tensor in zip(*found, strict=True):
+        torch.testing.assert_close(tensor, number)
+
+
+@pytest.mark.interpreter
 def test_a_head_of_8_bits_is_that_of_its_rounded_operands(route_of_a_gpu, monkeypatch):
     """Loss and logit gradients of rounded operands; the gradients are rounded, then multiplied with those."""
     monkeypatch.setattr(loss, "multiplies_8_bits", lambda hidden, head: True)

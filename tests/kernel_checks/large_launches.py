@@ -77,8 +77,8 @@ def capped_rows() -> None:
     """The last row begins beyond 2^31 elements, in the products and in their gradients."""
     u, grad = rows_of(3, 5, BF16), rows_of(3, 5, BF16)
     gpt.softcap_rows_kernel[(3,)](
-        u, grad, torch.zeros(3, 1, dtype=INT64), torch.ones(3, 1), torch.zeros(3), 5, STRIDE, STRIDE,
-        0.1, 0.3, 11.5, 1.0, AHEAD=1, HAS_GRAD=True, BLOCK=8,
+        u, grad, torch.zeros(3, 1, dtype=INT64), torch.ones(3, 1), torch.zeros(3), torch.ones(()), 5,
+        STRIDE, STRIDE, 0.1, 0.3, 11.5, AHEAD=1, HAS_GRAD=True, HAS_SCALE=True, BLOCK=8,
     )  # fmt: skip
 
 
@@ -144,8 +144,9 @@ def momentum_steps() -> None:
         programs = triton.cdiv(rows, 16) * triton.cdiv(cols, 64)
         norms = sparse(2 * items * programs, FP32)
         fused.momentum_kernel[(items * programs,)](
-            *slots(grad), *slots(buffer), out, norms, norms, rows, cols, items, programs, items * programs,
-            rows * cols, cols, rows * cols, cols, 0.9, NESTEROV=True, HAS_GO=False, **tile,
+            *slots(grad), *slots(buffer), out, norms, norms, norms, rows, cols, items, programs,
+            items * programs, rows * cols, cols, rows * cols, cols, 0.9,
+            NESTEROV=True, HAS_MOMENTUM=False, HAS_GO=False, **tile,
         )  # fmt: skip
 
 

@@ -147,7 +147,7 @@ def softcap_rows() -> None:
             weights, loss = torch.rand(rows, ahead), torch.empty(rows)
             gpt.softcap_rows(u, None, targets, weights, loss, cap)
             gpt.softcap_rows(u, torch.empty(rows, columns), targets, weights, loss, cap)
-            gpt.softcap_rows(u, u, targets, weights, loss, cap)
+            gpt.softcap_rows(u, u, targets, weights, loss, cap, torch.ones(()))
 
 
 def relu_product() -> None:

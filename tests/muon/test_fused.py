@@ -170,8 +170,8 @@ def test_bias_correction_on_the_device_is_exact_at_any_step():
             assert (mine - want).abs().max() <= 2 * (theirs - want).abs().max() + 1e-7
 
 
-def test_a_rate_on_the_device_is_read_there(fused):
-    def step(lr):
+def test_rate_and_momentum_on_the_device_are_read_there(fused):
+    def step(place):
         generator = torch.Generator().manual_seed(1)
         params = [nn.Parameter(torch.randn(s, generator=generator)) for s in ((6, 9), (9, 6), (5,))]
         groups = [
@@ -181,13 +181,15 @@ def test_a_rate_on_the_device_is_read_there(fused):
         ]
         optimizer = NorMuon(groups, lr=0.02, compute_dtype=torch.float32)
         for group in optimizer.param_groups:
-            group["lr"] = lr(group["lr"])
+            group["lr"] = place(group["lr"])
+        for group in optimizer.param_groups[:2]:
+            group["momentum"] = place(0.9)
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator)
         optimizer.step()
         return params
 
-    for plain, read in zip(step(lambda lr: lr), step(torch.tensor), strict=True):
+    for plain, read in zip(step(float), step(torch.tensor), strict=True):
         torch.testing.assert_close(read, plain, atol=1e-7, rtol=1e-6)
 
 

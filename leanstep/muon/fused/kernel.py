@@ -73,13 +73,16 @@ def _from_master(master, MODE: tl.constexpr):
 @triton.jit
 def momentum_kernel(
     g0, g1, g2, g3, g4, g5, g6, g7, m0, m1, m2, m3, m4, m5, m6, m7,
-    out_ptr, norm_ptr, go_ptr, rows, cols, per_slot, programs, plane,
+    out_ptr, norm_ptr, momentum_ptr, go_ptr, rows, cols, per_slot, programs, plane,
     grad_batch, grad_row, buffer_batch, buffer_row, momentum,
-    NESTEROV: tl.constexpr, HAS_GO: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    NESTEROV: tl.constexpr, HAS_MOMENTUM: tl.constexpr, HAS_GO: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     if HAS_GO:
         if tl.load(go_ptr) == 0:
             return
+    if HAS_MOMENTUM:
+        momentum = tl.load(momentum_ptr).to(tl.float32)
     pid = tl.program_id(0)
     item = pid // programs
     slot, entry = item // per_slot, (item % per_slot).to(tl.int64)
@@ -323,10 +326,10 @@ def _entries() -> list[dict]:
     strides = "rows cols per_slot"
     for label, kind, mode in (("fp32", "*fp32", 0), ("bf16", "*bf16", 1)):
         sizes = f"{strides} programs plane grad_batch grad_row buffer_batch buffer_row"
-        signature = _signature({"g": kind, "m": one}, {"out_ptr": "*bf16", **many}, sizes, "momentum")
-        entries.append(
-            _entry(f"momentum {label}", momentum_kernel, signature, NESTEROV=True, HAS_GO=True, **tile)
-        )
+        pointers = {"out_ptr": "*bf16", **many, "momentum_ptr": one}
+        signature = _signature({"g": kind, "m": one}, pointers, sizes, "momentum")
+        flags = {"NESTEROV": True, "HAS_MOMENTUM": False, "HAS_GO": True, **tile}
+        entries.append(_entry(f"momentum {label}", momentum_kernel, signature, **flags))
         pointers = {"factor_ptr": "*bf16", "scale_ptr": one, **many, "multiplier_ptr": one, "lr_ptr": one}
         sizes = f"{strides} weight_batch weight_row low_batch low_row blocks plane"
         signature = _signature({"w": kind, "r": "*i16" if mode else kind}, pointers, sizes, "lr decay")

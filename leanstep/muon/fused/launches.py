@@ -20,7 +20,7 @@ from leanstep.muon.fused import kernel as triton_passes
 from leanstep.muon.param_groups import Group
 from leanstep.muon.polar import PolarPlan, Workspace
 from leanstep.muon.reference import variance_axis
-from leanstep.muon.state import Stack, State, rate_on_device
+from leanstep.muon.state import Stack, State, number_on_device
 
 # A type checker cannot follow kernel launches.
 kernel: Any = triton_passes
@@ -52,15 +52,16 @@ def fill_updates(
     tiles = -(-rows // kernel.TILE[0]) * -(-cols // kernel.TILE[1])
     programs = -(-tiles // -(-tiles // kernel.MAX_PROGRAMS))
     norms = workspace.take("norms", (2, items, programs), out, torch.float32)
+    momentum, is_read = group["momentum"], number_on_device(group["momentum"])
     for first, members in _launches(stacks, ("grad", "momentum")):
         lead, held = members[0], sum(stack.weight.size(0) for stack in members)
         with torch.cuda.device_of(out):
             kernel.momentum_kernel[(held * programs,)](
                 *_slots([stack.grad for stack in members]), *_slots([stack.momentum for stack in members]),
-                out[first:], norms[0, first:], norms if go is None else go,
+                out[first:], norms[0, first:], momentum if is_read else norms, norms if go is None else go,
                 rows, cols, lead.weight.size(0), programs, norms.stride(0),
-                *lead.grad.stride()[:2], *lead.momentum.stride()[:2], group["momentum"],
-                NESTEROV=group["nesterov"], HAS_GO=go is not None,
+                *lead.grad.stride()[:2], *lead.momentum.stride()[:2], 0.0 if is_read else momentum,
+                NESTEROV=group["nesterov"], HAS_MOMENTUM=is_read, HAS_GO=go is not None,
                 BLOCK_R=kernel.TILE[0], BLOCK_C=kernel.TILE[1], num_warps=kernel.WARPS,
             )  # fmt: skip
     return norms
@@ -80,7 +81,7 @@ def write_stacks(
     _, rows, cols = factor.shape
     tiles = -(-rows // kernel.TILE[0]) * -(-cols // kernel.TILE[1])
     by_row = variance_axis(rows, cols, group["variance"]) == -1
-    lr = group["lr"] if rate_on_device(group["lr"]) else None
+    lr = group["lr"] if number_on_device(group["lr"]) else None
     for first, members in _launches(stacks, ("weight", "residual"), rates=True):
         lead, held = members[0], sum(stack.weight.size(0) for stack in members)
         weights, low = [stack.weight for stack in members], lead.residual
@@ -220,7 +221,7 @@ def step_adams(
             copies.append((tensor, copy))
         return copy.view(-1)
 
-    lr = group["lr"] if rate_on_device(group["lr"]) else None
+    lr = group["lr"] if number_on_device(group["lr"]) else None
     rate, decay = rates
     beta1, beta2 = group["betas"]
     # Largest first, so that the tensors of a launch have similar sizes.

@@ -57,6 +57,7 @@ def _capture_class() -> type:
 
         def __enter__(self) -> None:
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()
             self.cuda_graph.capture_begin(self.pool)
 
         def __exit__(self, *_: object) -> None:
@@ -131,6 +132,7 @@ class _Graph:
         self.launches, self._before = launches, frozenset(tape.recording.storages) - frozenset(tape.captured)
         self._handle = pool or _new_handle()
         self._pool = held = _pools.setdefault(self._handle, _Pool(tape))
+        held.free()  # what earlier captures of the pool have released is used again
         tape.capture = self
         add = tape.add
 
