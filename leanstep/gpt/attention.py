@@ -107,11 +107,24 @@ def _choose_block(window: int, head_dim: int) -> int:
 
 
 def make_plan(
-    bounds: list[int], window: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    bounds: list[int],
+    window: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    longest: int | None = None,
 ) -> BandPlan:
-    """Return the plan for cumulative document lengths `bounds`; at most `window` + 1 keys are visible."""
+    """Return the plan for cumulative document lengths `bounds`; at most `window` + 1 keys are visible.
+
+    longest: documents of up to this length fit into the band, which has the same shape for all of them;
+        None: the longest of `bounds`, for the narrowest band.
+    """
     length = bounds[-1]
-    longest = max((b - a for a, b in pairwise(bounds)), default=0)
+    needed = max((b - a for a, b in pairwise(bounds)), default=0)
+    longest = needed if longest is None else longest
+    if longest < needed:
+        raise ValueError(f"longest: expected at least {needed}, the longest document, got {longest}")
     # No query sees further than the longest document: short documents make the band narrow.
     window = min(window, max(longest - 1, 0))
     block = _choose_block(window, head_dim)
@@ -268,8 +281,15 @@ class PlanCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        compiled: bool = False,
     ) -> Plan:
-        key = (tuple(bounds), window, paired, head_dim, dtype, device, self.longest_document)
+        """Return the plan for cumulative document lengths `bounds` in tokens.
+
+        compiled: the plan's shape depends on the number of tokens, the window and `longest_document`, not on
+            the documents: another batch needs no new graph.
+        """
+        key = (tuple(bounds), window, paired, head_dim, dtype, device, self.longest_document, compiled)
         plan = self._plans.get(key)
         if plan is None:
             slots, longest = bounds, self.longest_document
@@ -283,7 +303,8 @@ class PlanCache:
                 elif self.kind == "flex" or (self.kind == "auto" and device.type == "cuda"):
                     plan = make_flex_plan(slots, window, device)
                 else:
-                    plan = make_plan(slots, window, head_dim, dtype, device)
+                    allowed = min(longest or slots[-1], slots[-1]) if compiled else None
+                    plan = make_plan(slots, window, head_dim, dtype, device, longest=allowed)
             self._plans[key] = plan
             while len(self._plans) > 1 and self.num_bytes > self.max_bytes:
                 self._plans.popitem(last=False)
@@ -401,7 +422,6 @@ class Rotary:
         self.head_dim = head_dim
         self.attention_scale = attention_scale
         self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._full: dict[tuple[int, bool, torch.dtype, torch.device], Tensor] = {}
         self._real: dict[tuple[int, bool, torch.dtype, torch.device], Tensor] = {}
         self._scales: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
@@ -418,7 +438,7 @@ class Rotary:
         self._forget()
 
     def _forget(self) -> None:
-        for cache in (self._tables, self._full, self._real, self._scales):
+        for cache in (self._tables, self._real, self._scales):
             cache.clear()
 
     def table(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -446,19 +466,6 @@ class Rotary:
         if not paired:
             return self.table(length, dtype, device)[:, None]
         return self.table(2 * length, dtype, device).view(length, 2, self.head_dim // 2)
-
-    def full_table(
-        self, heads: int, length: int, paired: bool, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """`head_table` for every head, [T, H, P]: a product without broadcasting is four times faster."""
-        key = (heads, paired, dtype, device)
-        cached = self._full.get(key)
-        if cached is None or cached.shape[0] < length:
-            with torch.inference_mode(False):
-                table = self.head_table(length, paired, dtype, device)
-                cached = table.repeat(1, heads // table.shape[1], 1)
-            self._full[key] = cached
-        return cached[:length]
 
     def real_table(self, length: int, paired: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
         """cos and sin [2, T, 1 | 2, D/4] of the features that rotate: `head_table` for compiled code.
@@ -496,12 +503,23 @@ class Rotary:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate heads [T, H, D] by a table of `Rotary.head_table`.
+    """Rotate heads [T, H, D] by a table of `Rotary.head_table` or `Rotary.real_table`.
 
     Equivalent to (per adjacent pair): even * cos + odd * sin, odd * cos - even * sin.
     """
+    if not table.is_complex():
+        return _rotate_real(x, table)
     length, heads, dim = x.shape
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     parity = table.shape[1]
     pairs = torch.view_as_complex(wide.reshape(length, heads // parity, parity, dim // 2, 2))
     return torch.view_as_real(pairs * table[:, None]).reshape(length, heads, dim).to(x.dtype)
+
+
+def _rotate_real(x: Tensor, table: Tensor) -> Tensor:
+    """`rotate` without complex numbers, which Inductor does not fuse; eagerly it is six times slower."""
+    cos, sin = table[:, :, None].unbind(0)
+    turning, still = x.unflatten(1, (-1, table.shape[2])).chunk(2, dim=-1)
+    even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = torch.stack([even * cos + odd * sin, odd * cos - even * sin], dim=-1).flatten(-2)
+    return torch.cat([pairs, still], dim=-1).flatten(1, 2)
