@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from leanstep.gpt import (
+    GPT,
     Batch,
     DocumentLoader,
     GPTConfig,
@@ -30,6 +31,7 @@ from leanstep.gpt import (
     standard_library_corpus,
     validation_batches,
 )
+from leanstep.gpt.model import RUNS
 from leanstep.logprob.layout import to_device
 from leanstep.recipes.checkpoint import seed_python_generators
 from leanstep.recipes.distributed import World
@@ -135,6 +137,7 @@ class GPTSettings:
         vocab_size: of the default corpus' tokenizer, or of the tokens in `data` (default there: GPT-2's).
         bos: the token that starts a document in `data` (default: GPT-2's).
         warmup, decay, beta2 (adamw), adam_decay, table_lr_mul (normuon): see `leanstep.recipes.optimizers`.
+        run: how the model runs, see `GPT`. It changes rounding only: a run may be resumed with another one.
     """
 
     optimizer: str = setting("normuon", choices=("normuon", "adamw"))
@@ -152,6 +155,7 @@ class GPTSettings:
     beta2: float | None = setting(None, least=0, below=1)
     adam_decay: float | None = setting(None, least=0)
     table_lr_mul: float | None = setting(None, least=0)
+    run: str = setting("auto", choices=RUNS)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -199,7 +203,7 @@ def build(
     if model and "vocab_size" in model:
         raise ValueError("model.vocab_size: the data decides it, set vocab_size")
     model_fields = {**chosen.model_fields, **(model or {}), "vocab_size": shards.vocab_size}
-    return GPTTraining(
+    training = GPTTraining(
         GPTConfig.preset(chosen.model, **model_fields),
         schedule,
         shards,
@@ -213,6 +217,11 @@ def build(
         cadence=chosen.cadence,
         preset=preset,
     )
+    if isinstance(training.model, GPT):
+        training.model.run = settings.run
+    elif settings.run != "auto":
+        raise ValueError(f"run: expected auto with model.flat_forward=false, got {settings.run}")
+    return training
 
 
 def _find_data(preset: Preset, folder: str | Path | None, vocab_size: int | None, bos: int | None) -> Data:
