@@ -6,7 +6,8 @@ window only: it is built once and shared by all layers and the backward pass.
 
 Positions are a truncated rotary embedding with YaRN: half of each head rotates, adjacent features in pairs.
 Tables are complex: a feature pair (even, odd) is one complex number, and rotating it is one multiplication.
-The half that does not rotate is multiplied by one, so the whole head is a single contiguous pass.
+The half that does not rotate is multiplied by one, so the whole head is a single contiguous pass. Compiled
+code takes cosines and sines instead.
 """
 
 # T tokens · H heads · D head size · P = D/2 feature pairs
@@ -333,7 +334,10 @@ def band_view(padded: Tensor, plan: BandPlan) -> Tensor:
 
 
 class _Band(torch.autograd.Function):
-    """Keys or values [T, H, D] -> overlapping band [N, H, S, D]; the backward sums the overlaps."""
+    """Keys or values [T, H, D] -> overlapping band [N, H, S, D]; the backward sums the overlaps.
+
+    Slices that autograd differentiates would copy the band, and `unfold` has a slower backward.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, plan: BandPlan) -> Tensor:

@@ -235,6 +235,14 @@ def test_short_documents_make_the_band_narrow():
     assert narrow.mask.numel() * 10 < wide.mask.numel()
 
 
+def test_the_bands_gradients_are_those_of_finite_differences():
+    # Three blocks of 16, the last one padded; each sees two more.
+    plan = make_plan([0, 3, 37], 20, 8, torch.float64)
+    assert (plan.num_blocks, plan.back, plan.padded > plan.length) == (3, 2, True)
+    q, k, v = (torch.randn(37, 1, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    assert torch.autograd.gradcheck(lambda *x: windowed_attention(*x, plan, 0.3), (q, k, v))
+
+
 def test_a_band_for_longer_documents_sees_the_same_keys():
     q, k, v = torch.randn(3, 120, 2, 16).unbind(0)
     bounds = [0, 30, 50, 80, 120]
