@@ -73,6 +73,7 @@ class Implementation:
         time_scale: the step does 1/time_scale of the workload (for a peer that would take hours);
             the reported time is multiplied by it, and `note` must say so.
         dtypes: the dtypes that `prove` checks; None = those of the case.
+        on_request: why this row runs only if it is named (`bench --only`, `prove --impl`).
         note: one line for the table.
     """
 
@@ -84,10 +85,15 @@ class Implementation:
     unavailable: Callable[[Params], str | None] | None = None
     time_scale: float = 1.0
     dtypes: tuple[torch.dtype, ...] | None = None
+    on_request: str = ""
     note: str = ""
 
-    def missing(self, params: Params, device: torch.device | str = "cpu") -> str | None:
-        """Return why this implementation cannot run here, or None if it can."""
+    def missing(
+        self, params: Params, device: torch.device | str = "cpu", *, named: bool = False
+    ) -> str | None:
+        """Return why this implementation does not run here, or None if it does; named: the user named it."""
+        if self.on_request and not named:
+            return f"{self.on_request}; runs if it is named"
         kind = torch.device(device).type
         if kind not in self.devices:
             return f"runs on {' and '.join(self.devices)} only, not on {kind}"

@@ -1,7 +1,7 @@
 """The speedrun GPT, flattened onto parameter banks, with its data.
 
     config = GPTConfig.preset("tiny")                # "record-74", "tiny", "plain", "vectors"; **overrides
-    model = GPT(config, generator=torch.Generator().manual_seed(0))
+    model = GPT(config, generator=torch.Generator().manual_seed(0))         # run="compiled": torch.compile
 
     loss = model(inputs, targets, cu_seqlens, mtp=(1.0, 0.5))      # summed; inputs, targets: [T] integers
     mean = model.mean_loss(inputs, targets, cu_seqlens)            # evaluation: mean, no gradient

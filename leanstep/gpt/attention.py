@@ -6,7 +6,8 @@ window only: it is built once and shared by all layers and the backward pass.
 
 Positions are a truncated rotary embedding with YaRN: half of each head rotates, adjacent features in pairs.
 Tables are complex: a feature pair (even, odd) is one complex number, and rotating it is one multiplication.
-The half that does not rotate is multiplied by one, so the whole head is a single contiguous pass.
+The half that does not rotate is multiplied by one, so the whole head is a single contiguous pass. Compiled
+code takes cosines and sines instead.
 """
 
 # T tokens · H heads · D head size · P = D/2 feature pairs
@@ -119,11 +120,24 @@ def _choose_block(window: int, head_dim: int) -> int:
 
 
 def make_plan(
-    bounds: list[int], window: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    bounds: list[int],
+    window: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    longest: int | None = None,
 ) -> BandPlan:
-    """Return the plan for cumulative document lengths `bounds`; at most `window` + 1 keys are visible."""
+    """Return the plan for cumulative document lengths `bounds`; at most `window` + 1 keys are visible.
+
+    longest: documents of up to this length fit into the band, which has the same shape for all of them;
+        None: the longest of `bounds`, for the narrowest band.
+    """
     length = bounds[-1]
-    longest = max((b - a for a, b in pairwise(bounds)), default=0)
+    needed = max((b - a for a, b in pairwise(bounds)), default=0)
+    longest = needed if longest is None else longest
+    if longest < needed:
+        raise ValueError(f"longest: expected at least {needed}, the longest document, got {longest}")
     # No query sees further than the longest document: short documents make the band narrow.
     window = min(window, max(longest - 1, 0))
     block = _choose_block(window, head_dim)
@@ -290,11 +304,20 @@ class PlanCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        compiled: bool = False,
     ) -> Plan:
-        key = (tuple(bounds), window, paired, head_dim, dtype, device, self.longest_document)
+        """Return the plan for cumulative document lengths `bounds` in tokens.
+
+        compiled: the plan's shape depends on the number of tokens, the window and `longest_document`, not on
+            the documents: another batch needs no new graph.
+        """
+        key = (tuple(bounds), window, paired, head_dim, dtype, device, self.longest_document, compiled)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self.make(bounds, window, paired, head_dim, dtype, device)
+            plan = self._plans[key] = self.make(
+                bounds, window, paired, head_dim, dtype, device, compiled=compiled
+            )
             while len(self._plans) > 1 and self.num_bytes > self.max_bytes:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
@@ -308,8 +331,10 @@ class PlanCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        compiled: bool = False,
     ) -> Plan:
-        """Return a new plan."""
+        """Return a new plan; arguments of `get`."""
         slots, longest = bounds, self.longest_document
         if paired:
             slots, longest = [2 * b for b in bounds], None if longest is None else 2 * longest
@@ -320,7 +345,8 @@ class PlanCache:
                 return make_packed_plan(slots, window, longest, device, flash)
             if self.kind == "flex" or (self.kind == "auto" and device.type == "cuda"):
                 return make_flex_plan(slots, window, device)
-            return make_plan(slots, window, head_dim, dtype, device)
+            allowed = min(longest or slots[-1], slots[-1]) if compiled else None
+            return make_plan(slots, window, head_dim, dtype, device, longest=allowed)
 
     def _flash(self, dtype: torch.dtype, device: torch.device) -> Callable[..., Any] | None:
         if self.kind != "auto" or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -355,8 +381,8 @@ class FixedPlans:
         if bounds == self._bounds:
             return True
         self._bounds = bounds
-        for key, plan in self._plans.items():
-            new: Any = self.source.get(bounds, *key)
+        for (*key, compiled), plan in self._plans.items():
+            new: Any = self.source.get(bounds, *key, compiled=compiled)
             if not plan.overwrite(new):
                 self._plans.clear()
                 return False
@@ -370,11 +396,15 @@ class FixedPlans:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        compiled: bool = False,
     ) -> Plan:
         """Return the plan of the documents of the last `load`, which are `bounds`."""
-        key = (window, paired, head_dim, dtype, device)
+        key = (window, paired, head_dim, dtype, device, compiled)
         if key not in self._plans:
-            self._plans[key] = self.source.make(bounds, window, paired, head_dim, dtype, device)
+            self._plans[key] = self.source.make(
+                bounds, window, paired, head_dim, dtype, device, compiled=compiled
+            )
         return self._plans[key]
 
 
@@ -387,7 +417,10 @@ def band_view(padded: Tensor, plan: BandPlan) -> Tensor:
 
 
 class _Band(torch.autograd.Function):
-    """Keys or values [T, H, D] -> overlapping band [N, H, S, D]; the backward sums the overlaps."""
+    """Keys or values [T, H, D] -> overlapping band [N, H, S, D]; the backward sums the overlaps.
+
+    Slices that autograd differentiates would copy the band, and `unfold` has a slower backward.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, plan: BandPlan) -> Tensor:
@@ -476,7 +509,6 @@ class Rotary:
         self.head_dim = head_dim
         self.attention_scale = attention_scale
         self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._full: dict[tuple[int, bool, torch.dtype, torch.device], Tensor] = {}
         self._real: dict[tuple[int, bool, torch.dtype, torch.device], Tensor] = {}
         self._scales: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
@@ -493,7 +525,7 @@ class Rotary:
         self._forget()
 
     def _forget(self) -> None:
-        for cache in (self._tables, self._full, self._real, self._scales):
+        for cache in (self._tables, self._real, self._scales):
             cache.clear()
 
     def table(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -521,19 +553,6 @@ class Rotary:
         if not paired:
             return self.table(length, dtype, device)[:, None]
         return self.table(2 * length, dtype, device).view(length, 2, self.head_dim // 2)
-
-    def full_table(
-        self, heads: int, length: int, paired: bool, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """`head_table` for every head, [T, H, P]: a product without broadcasting is four times faster."""
-        key = (heads, paired, dtype, device)
-        cached = self._full.get(key)
-        if cached is None or cached.shape[0] < length:
-            with torch.inference_mode(False):
-                table = self.head_table(length, paired, dtype, device)
-                cached = table.repeat(1, heads // table.shape[1], 1)
-            self._full[key] = cached
-        return cached[:length]
 
     def real_table(self, length: int, paired: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
         """cos and sin [2, T, 1 | 2, D/4] of the features that rotate: `head_table` for compiled code.
@@ -571,12 +590,23 @@ class Rotary:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate heads [T, H, D] by a table of `Rotary.head_table`.
+    """Rotate heads [T, H, D] by a table of `Rotary.head_table` or `Rotary.real_table`.
 
     Equivalent to (per adjacent pair): even * cos + odd * sin, odd * cos - even * sin.
     """
+    if not table.is_complex():
+        return _rotate_real(x, table)
     length, heads, dim = x.shape
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     parity = table.shape[1]
     pairs = torch.view_as_complex(wide.reshape(length, heads // parity, parity, dim // 2, 2))
     return torch.view_as_real(pairs * table[:, None]).reshape(length, heads, dim).to(x.dtype)
+
+
+def _rotate_real(x: Tensor, table: Tensor) -> Tensor:
+    """`rotate` without complex numbers, which Inductor does not fuse; eagerly it is six times slower."""
+    cos, sin = table[:, :, None].unbind(0)
+    turning, still = x.unflatten(1, (-1, table.shape[2])).chunk(2, dim=-1)
+    even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = torch.stack([even * cos + odd * sin, odd * cos - even * sin], dim=-1).flatten(-2)
+    return torch.cat([pairs, still], dim=-1).flatten(1, 2)

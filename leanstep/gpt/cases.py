@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload, register
+from leanstep.cpu import find_compiler
 from leanstep.gpt.attention import BandPlan, PlanCache
 from leanstep.gpt.banks import BankedGPT, unbind_bank
 from leanstep.gpt.config import GPTConfig
@@ -193,8 +194,19 @@ def _flat(config: GPTConfig) -> BankedGPT:
     return GPT(config)
 
 
+def _flat_compiled(config: GPTConfig) -> BankedGPT:
+    return GPT(config, run="compiled")
+
+
 def _modules(config: GPTConfig) -> BankedGPT:
     return ReferenceGPT(config, core="banded")
+
+
+def _modules_compiled(config: GPTConfig) -> BankedGPT:
+    model = ReferenceGPT(config, core="banded")
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    return model
 
 
 def _modules_dense(config: GPTConfig) -> BankedGPT:
@@ -287,7 +299,7 @@ def _bare_products(workload: Workload) -> Step:
 def _drift(implementation: str, seed: int, steps: int) -> list[float]:
     """Losses per token of a short run on a random Markov chain, AdamW, one implementation."""
     config = GPTConfig.preset("tiny", vocab_size=64, vocab_multiple=64, bigram_vocab_size=320, mtp=(1.0,))
-    builder = {"leanstep": _flat, "reference": _modules, "modules-dense": _modules_dense}[implementation]
+    builder = {"leanstep": _flat, "reference": _modules}[implementation]
     generator = torch.Generator().manual_seed(seed)
     model = builder(config)
     model.reset_parameters(generator)
@@ -306,6 +318,14 @@ def _drift(implementation: str, seed: int, steps: int) -> list[float]:
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
     return losses
+
+
+# Two graphs of C++ kernels per model, size and dtype.
+COMPILES = "torch.compile takes minutes on a CPU"
+
+
+def _no_compiler(params: Params) -> str | None:
+    return None if find_compiler() else "torch.compile needs a C++ compiler"
 
 
 _WIDE: dict[str, Any] = {
@@ -336,7 +356,25 @@ GPT_STEP = register(
                 "leanstep",
                 "fast",
                 _training_step(_flat),
-                note="flattened forward, one-pass head loss; host reads are its scalars, on a CPU only",
+                note="flattened forward, one-pass head loss",
+            ),
+            Implementation(
+                "compiled",
+                "fast",
+                _training_step(_flat_compiled),
+                devices=("cpu",),
+                unavailable=_no_compiler,
+                on_request=COMPILES,
+                note="the same code under torch.compile",
+            ),
+            Implementation(
+                "modules-compiled",
+                "peer",
+                _training_step(_modules_compiled),
+                devices=("cpu",),
+                unavailable=_no_compiler,
+                on_request=COMPILES,
+                note="each module of the reference under torch.compile",
             ),
             Implementation(
                 "modules-dense",

@@ -219,10 +219,6 @@ class GPTConfig:
         return self.num_layers if self.parallel_start is None else self.parallel_start
 
     @property
-    def injects(self) -> bool:
-        return self.x0_inject or self.bigram_vocab_size > 0
-
-    @property
     def scalar_slots(self) -> dict[str, int]:
         """Indices of the single numbers in `scalars`, after the num_layers pairs of attention lambdas."""
         names = ["smear"] if self.smear else []

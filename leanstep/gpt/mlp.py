@@ -17,7 +17,7 @@ from leanstep.logprob.engine.passes import launches_triton
 
 def squared_relu_mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Of x [T, E], first and second [F, E]."""
-    return F.relu(F.linear(x, first)).square() @ second
+    return F.linear(x, first).relu_().square() @ second
 
 
 def has_kernel(x: Tensor) -> bool:

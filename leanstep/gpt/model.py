@@ -1,7 +1,6 @@
 """The flattened model: one forward over the banks, unbound once; no Block, Attention or MLP modules.
 
-`GPT._states` is the model. It runs on one of two sets of operations. `FUNCTIONS` have hand-written backwards
-and are faster on a CPU. `PLAIN` is tensor code that torch.compile captures whole; GPUs use it.
+`GPT._states` is the model, in plain tensor code: eager on a CPU, one graph of torch.compile on a GPU.
 """
 
 # T tokens · E model · A layers with attention
@@ -11,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,62 +19,56 @@ from torch import Tensor
 from leanstep.gpt.attention import check_cu_seqlens
 from leanstep.gpt.banks import BankedGPT, bigram_hash, flag_starts, unbind_bank
 from leanstep.gpt.config import GPTConfig
-from leanstep.gpt.layers import MLP, Mix, Norm, ResidualMLP, SmearNorm, injections
+from leanstep.gpt.layers import (
+    HeadShape,
+    Number,
+    Term,
+    attention,
+    attention_weights,
+    norm,
+    smear_norm,
+    weighted_sum,
+)
 from leanstep.gpt.loss import head_loss
-from leanstep.gpt.mlp import has_kernel
-from leanstep.gpt.plain import FUSED, PLAIN, Operations, Terms
-from leanstep.gpt.projections import AttentionOut, AttentionWeights, HeadShape, attention
+from leanstep.gpt.mlp import fused_mlp, has_kernel, squared_relu_mlp
 from leanstep.gpt.reference import ReferenceGPT
 from leanstep.logprob.layout import to_device
 
-FUNCTIONS = Operations(
-    norm=Norm.apply,
-    mix=Mix.apply,
-    mlp=MLP.apply,
-    residual_mlp=ResidualMLP.apply,
-    smear_norm=SmearNorm.apply,
-    injections=injections,
-    attention=attention,
-    attention_out=AttentionOut.apply,
-    attention_weights=AttentionWeights.apply,
-)
+RUNS = ("auto", "plain", "compiled")
 
 
 @dataclass
-class _Documents:
-    """Inputs that depend on a batch's documents and on the schedule; built on the host, before the graph.
+class _Setup:
+    """What the host decides for a batch before the forward starts: a compiled graph takes it as input.
 
     Args:
         starts: [T] bool, True at the first token of each document; None if documents are ignored.
-        plans: of attention, by layer; None without attention.
+        plans: of attention, by layer.
         tables: of rotary angles, by layer.
         scale: of the softmax; a tensor if the forward is compiled.
+        mlp_kernels: whether the kernels of `mlp.py` run.
+        row_multiple: the rows of attention's projections are padded to a multiple of it.
     """
 
     starts: Tensor | None
-    plans: list[Any]
-    tables: list[Tensor | None]
-    scale: Tensor | float
+    plans: dict[int, Any]
+    tables: dict[int, Tensor]
+    scale: Number
+    mlp_kernels: bool
+    row_multiple: int
 
 
 @dataclass
 class _Layers:
-    """Per-layer tensors of one step, each list indexed by layer (None if a layer has no such tensor).
+    """Tensors of one step by layer; a layer without attention or value embedding has no entry there."""
 
-    ops, shapes, documents: how this step runs, the same for all layers.
-    """
-
-    ops: Operations
-    shapes: dict[int, HeadShape]
-    documents: _Documents
-    projections: list[Tensor | None]
-    outputs: list[Tensor | None]
-    first: list[Tensor]
-    second: list[Tensor]
-    values: list[Tensor | None]
-    ve_weights: list[Tensor | None]
-    edges: list[Tensor | None]
-    injected: list[Terms]
+    projections: dict[int, Tensor]
+    outputs: dict[int, Tensor]
+    first: Sequence[Tensor]
+    second: Sequence[Tensor]
+    values: dict[int, Tensor]
+    ve_weights: dict[int, Tensor]
+    injected: list[list[Term]]
 
 
 @dataclass
@@ -94,57 +87,40 @@ class GPT(BankedGPT):
     Args:
         config: shape, features, switches.
         generator: draws the initial values.
-        run: "functions", "plain" code, or "compiled" plain code. "auto": functions on a CPU; on a GPU the
-            loss is compiled, one graph for each number of tokens, and `hidden` and `generate`, whose lengths
-            vary, are plain.
+        run: "plain" runs the code eagerly, "compiled" under torch.compile, one graph for each number of
+            tokens. "auto": plain on a CPU; on a GPU the loss is compiled, and `hidden` and `generate`, whose
+            lengths vary, are plain.
     """
 
     def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        generator: torch.Generator | None = None,
-        run: Literal["auto", "functions", "plain", "compiled"] = "auto",
+        self, config: GPTConfig, *, generator: torch.Generator | None = None, run: str = "auto"
     ) -> None:
         super().__init__(config, generator=generator)
-        if run not in ("auto", "functions", "plain", "compiled"):
-            raise ValueError(f"run: expected auto, functions, plain or compiled, got {run!r}")
+        if run not in RUNS:
+            raise ValueError(f"run: expected {' or '.join(RUNS)}, got {run!r}")
         self.run = run
-        # Tensor cores work best with multiples of 64 columns; on a CPU, padding only costs time.
-        self._shapes = self._head_shapes(2)
-        self._wide_shapes = self._head_shapes(64)
-
-    def _head_shapes(self, row_multiple: int) -> dict[int, HeadShape]:
-        c = self.config
-        return {
+        self._shapes = {
             layer: HeadShape(
-                heads=c.num_heads,
-                dim=c.head_dim,
-                paired=layer in c.paired_layers,
-                key_offset=layer in c.key_offset_layers,
-                gated=c.attention_gate,
-                has_ve=layer in c.value_embed_layers,
-                row_multiple=row_multiple,
+                heads=config.num_heads,
+                dim=config.head_dim,
+                paired=layer in config.paired_layers,
+                key_offset=layer in config.key_offset_layers,
+                gated=config.attention_gate,
             )
-            for layer in c.attention_layers
+            for layer in config.attention_layers
         }
 
     def hidden(
         self, inputs: Tensor, cu_seqlens: Tensor | None = None, *, bigram_ids: Tensor | None = None
     ) -> Tensor:
         """Return final normalised states [T, E] of tokens [T] in documents bounded by `cu_seqlens`."""
-        return self._hidden(inputs, cu_seqlens, bigram_ids, self._way(inputs.device, compiles=False))
+        return self._hidden(inputs, cu_seqlens, bigram_ids, compiled=self.run == "compiled")
 
-    def _way(self, device: torch.device, *, compiles: bool) -> str:
-        """Return the set of operations: from `run`, or the best for the device."""
-        if self.run != "auto":
-            return self.run
-        if device.type == "cpu":
-            return "functions"
-        return "compiled" if compiles and device.type == "cuda" else "plain"
+    def _compiles_loss(self, device: torch.device) -> bool:
+        return self.run == "compiled" or (self.run == "auto" and device.type == "cuda")
 
     def _hidden(
-        self, inputs: Tensor, cu_seqlens: Tensor | None, bigram_ids: Tensor | None, run: str
+        self, inputs: Tensor, cu_seqlens: Tensor | None, bigram_ids: Tensor | None, *, compiled: bool
     ) -> Tensor:
         if inputs.dim() != 1 or inputs.is_floating_point() or inputs.numel() == 0:
             raise ValueError(
@@ -153,45 +129,41 @@ class GPT(BankedGPT):
         length = inputs.shape[0]
         if cu_seqlens is None:
             cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
-        bounds = check_cu_seqlens(cu_seqlens, length)
-        documents = self._documents(bounds, inputs, plain=run != "functions")
-        if run == "functions":
-            return self._states(inputs, bigram_ids, documents, FUNCTIONS, self._shapes)
-        states = _compiled() if run == "compiled" else _plain_states
-        return states(self, inputs, bigram_ids, documents, has_kernel(self.mlp_bank))
+        setup = self._set_up(check_cu_seqlens(cu_seqlens, length), inputs, compiled=compiled)
+        states = _compiled_states() if compiled else GPT._states
+        return states(self, inputs, bigram_ids, setup)
 
-    def _documents(self, bounds: list[int], inputs: Tensor, *, plain: bool) -> _Documents:
-        c, dtype, device, length = self.config, self.embed.dtype, inputs.device, inputs.shape[0]
-        plans: list[Any] = [None] * c.num_layers
-        tables: list[Tensor | None] = [None] * c.num_layers
+    def _set_up(self, bounds: list[int], inputs: Tensor, *, compiled: bool) -> _Setup:
+        dtype, device, rotary = self.embed.dtype, inputs.device, self.rotary
+        # Inductor does not fuse complex numbers, and a float would be a constant of the graph.
+        make_table = rotary.real_table if compiled else rotary.head_table
+        plans, tables = {}, {}
         for layer, shape in self._shapes.items():
+            window = self.window_tokens(layer)
             plans[layer] = self.plans.get(
-                bounds, self.window_tokens(layer), shape.paired, shape.dim, dtype, device
+                bounds, window, shape.paired, shape.dim, dtype, device, compiled=compiled
             )
-            if plain:
-                tables[layer] = self.rotary.real_table(length, shape.paired, dtype, device)
-            else:
-                tables[layer] = self.rotary.full_table(shape.heads, length, shape.paired, dtype, device)
-        starts = to_device(flag_starts(bounds, length), device) if c.respect_docs else None
-        scale = self.rotary.scale_on(dtype, device) if plain else self.rotary.attention_scale
-        return _Documents(starts, plans, tables, scale)
+            tables[layer] = make_table(inputs.shape[0], shape.paired, dtype, device)
+        starts = flag_starts(bounds, inputs.shape[0]) if self.config.respect_docs else None
+        return _Setup(
+            starts=None if starts is None else to_device(starts, device),
+            plans=plans,
+            tables=tables,
+            scale=rotary.scale_on(dtype, device) if compiled else rotary.attention_scale,
+            mlp_kernels=has_kernel(self.mlp_bank),
+            # Tensor cores work best with multiples of 64 columns; on a CPU, padding only costs time.
+            row_multiple=64 if device.type == "cuda" else 1,
+        )
 
-    def _states(
-        self,
-        inputs: Tensor,
-        bigram_ids: Tensor | None,
-        documents: _Documents,
-        ops: Operations,
-        shapes: dict[int, HeadShape],
-    ) -> Tensor:
+    def _states(self, inputs: Tensor, bigram_ids: Tensor | None, setup: _Setup) -> Tensor:
         """Run the model, from tokens to final states."""
         c = self.config
-        x0 = self._embed(inputs, documents.starts, ops)
-        xb = self._embed_bigrams(inputs, bigram_ids, documents.starts) if c.bigram_vocab_size else None
-        layers = self._take_apart(inputs, x0, xb, ops, shapes, documents)
+        x0 = self._embed(inputs, setup.starts)
+        xb = self._embed_bigrams(inputs, bigram_ids, setup.starts) if c.bigram_vocab_size else None
+        layers = self._take_apart(inputs, x0, xb, setup.row_multiple)
         lane0 = x0
         if xb is not None:
-            lane0 = ops.mix(None, [], 1.0, self.bigram_lambdas[:1].to(x0.dtype).squeeze(0), x0, xb)
+            lane0 = weighted_sum((1.0, x0), (self.bigram_lambdas[:1].to(x0.dtype).squeeze(0), xb))
 
         scales = self._lane_scales(x0.dtype)
         sources = {source for source, _ in c.skip_pairs}
@@ -202,23 +174,23 @@ class GPT(BankedGPT):
                 lane1 = lane0
             for gate, source in self._skips_into(i, x0, skipped):
                 lane0 = torch.addcmul(lane0, gate, source)
-            if i in shapes:
-                lane0, lane1 = self._attention_layer(i, lane0, lane1, layers, scales)
-            elif c.inject_attention_free and c.injects:
-                lane0 = ops.mix(layers.edges[i], layers.injected[i], 1.0, lane0)
+            if i in self._shapes:
+                lane0, lane1 = self._attention_layer(i, lane0, lane1, layers, scales, setup)
+            elif c.inject_attention_free:
+                lane0 = weighted_sum((1.0, lane0), *layers.injected[i])
             if i in sources:
                 skipped[i] = lane0
-            lane0, lane1 = self._mlp_layer(i, lane0, lane1, layers, scales)
+            lane0, lane1 = self._mlp_layer(i, lane0, lane1, layers, scales, setup)
             if i == c.backout_layer:
                 backout = lane0
-        return self._merge_lanes(lane0, lane1, backout, ops)
+        return self._merge_lanes(lane0, lane1, backout)
 
-    def _embed(self, inputs: Tensor, starts: Tensor | None, ops: Operations) -> Tensor:
+    def _embed(self, inputs: Tensor, starts: Tensor | None) -> Tensor:
         """Return normalised token embeddings [T, E], mixed with the previous token's if `smear` is on."""
         x = F.embedding(inputs, self.embed)
         if self.config.smear:
-            return ops.smear_norm(x, self.scalar("smear").to(x.dtype), self.smear_gate, starts)
-        return ops.norm(x)
+            return smear_norm(x, self.scalar("smear").to(x.dtype), self.smear_gate, starts)
+        return norm(x)
 
     def _embed_bigrams(self, inputs: Tensor, bigram_ids: Tensor | None, starts: Tensor | None) -> Tensor:
         if bigram_ids is None:
@@ -234,141 +206,139 @@ class GPT(BankedGPT):
         return _LaneScales([resid[0]] * 2, [resid[1]] * 2, post[:2], post[2:])
 
     def _attention_layer(
-        self, i: int, lane0: Tensor, lane1: Tensor | None, layers: _Layers, scales: _LaneScales
+        self,
+        i: int,
+        lane0: Tensor,
+        lane1: Tensor | None,
+        layers: _Layers,
+        scales: _LaneScales,
+        setup: _Setup,
     ) -> tuple[Tensor, Tensor | None]:
         """Return both lanes after the attention of layer i, which reads lane 0."""
-        c, ops, shape, documents = self.config, layers.ops, layers.shapes[i], layers.documents
-        edge, injected, resid = layers.edges[i], layers.injected[i], scales.attn_resid[0][i]
+        c = self.config
+        injected, resid = layers.injected[i], scales.attn_resid[0][i]
         if c.inject == "before":
-            lane0 = ops.mix(edge, injected, resid, lane0)
-            edge, injected, resid = None, [], 1.0
-        plan, output = documents.plans[i], layers.outputs[i]
-        y, gate = ops.attention(
+            lane0 = weighted_sum((resid, lane0), *injected)
+            injected, resid = [], 1.0
+        a = attention(
             lane0,
             layers.projections[i],
-            layers.values[i],
-            layers.ve_weights[i],
-            documents.tables[i],
-            documents.starts,
-            plan,
-            shape,
-            documents.scale,
+            layers.outputs[i],
+            layers.values.get(i),
+            layers.ve_weights.get(i),
+            setup.tables[i],
+            setup.starts,
+            setup.plans[i],
+            self._shapes[i],
+            setup.scale,
         )
+        post: Number = scales.attn_post[0][i]
         if lane1 is None and (c.fold_post_attn or not c.has_post_attn(i)):
-            return ops.attention_out(y, gate, output, lane0, resid, edge, injected, plan, shape), None
-        a = ops.attention_out(y, gate, output, None, 1.0, None, [], plan, shape)
-        lane0 = ops.mix(edge, injected, resid, scales.attn_post[0][i], lane0, a)
+            post = 1.0
+        lane0 = weighted_sum((resid, lane0), (post, a), *injected)
         if lane1 is not None:
-            lane1 = ops.mix(None, [], scales.attn_resid[1][i], scales.attn_post[1][i], lane1, a)
+            lane1 = weighted_sum((scales.attn_resid[1][i], lane1), (scales.attn_post[1][i], a))
         return lane0, lane1
 
     def _mlp_layer(
-        self, i: int, lane0: Tensor, lane1: Tensor | None, layers: _Layers, scales: _LaneScales
+        self,
+        i: int,
+        lane0: Tensor,
+        lane1: Tensor | None,
+        layers: _Layers,
+        scales: _LaneScales,
+        setup: _Setup,
     ) -> tuple[Tensor, Tensor | None]:
         """Return both lanes after the MLP of layer i, which reads lane 1 if there is one."""
-        c, ops, first, second = self.config, layers.ops, layers.first[i], layers.second[i]
-        resid0, resid1 = scales.mlp_resid[0][i], scales.mlp_resid[1][i]
-        post0, post1 = (scales.mlp_post[0][i], scales.mlp_post[1][i]) if c.has_post_mlp(i) else (1.0, 1.0)
-        if lane1 is None:
-            if c.has_post_mlp(i) and c.fold_post_mlp:
-                second, post0 = post0 * second, 1.0
-            return ops.residual_mlp(lane0, resid0, post0, first, second), None
-        m = ops.mlp(lane1, first, second)
-        lane0 = ops.mix(None, [], resid0, post0, lane0, m)
-        return lane0, ops.mix(None, [], resid1, post1, lane1, m)
+        c, second = self.config, layers.second[i]
+        post: list[Number] = [scales.mlp_post[lane][i] if c.has_post_mlp(i) else 1.0 for lane in range(2)]
+        if lane1 is None and c.fold_post_mlp:
+            second, post[0] = post[0] * second, 1.0
+        mlp = fused_mlp if setup.mlp_kernels else squared_relu_mlp
+        m = mlp(norm(lane0 if lane1 is None else lane1), layers.first[i], second)
+        lane0 = weighted_sum((scales.mlp_resid[0][i], lane0), (post[0], m))
+        if lane1 is not None:
+            lane1 = weighted_sum((scales.mlp_resid[1][i], lane1), (post[1], m))
+        return lane0, lane1
 
-    def _merge_lanes(
-        self, lane0: Tensor, lane1: Tensor | None, backout: Tensor | None, ops: Operations
-    ) -> Tensor:
+    def _merge_lanes(self, lane0: Tensor, lane1: Tensor | None, backout: Tensor | None) -> Tensor:
         """Return the normalised mean of the lanes, minus the share of the backout layer."""
-        if lane1 is None and backout is None:
-            return ops.norm(lane0)
-        factors, lanes = ([1.0], [lane0]) if lane1 is None else ([0.5, 0.5], [lane0, lane1])
+        terms: list[Term] = [(1.0, lane0)] if lane1 is None else [(0.5, lane0), (0.5, lane1)]
         if backout is not None:
-            factors, lanes = [*factors, -self.scalar("backout").to(lane0.dtype)], [*lanes, backout]
-        return ops.norm(ops.mix(None, [], *factors, *lanes))
+            terms.append((-self.scalar("backout").to(lane0.dtype), backout))
+        return norm(weighted_sum(*terms))
 
-    def _take_apart(
-        self,
-        inputs: Tensor,
-        x0: Tensor,
-        xb: Tensor | None,
-        ops: Operations,
-        shapes: dict[int, HeadShape],
-        documents: _Documents,
-    ) -> _Layers:
+    def _take_apart(self, inputs: Tensor, x0: Tensor, xb: Tensor | None, row_multiple: int) -> _Layers:
         """Return everything the layers need from banks and tables, fetched once."""
         c, dtype = self.config, x0.dtype
-        count = c.num_layers
-        projections: list[Tensor | None] = [None] * count
-        outputs: list[Tensor | None] = [None] * count
-        values: list[Tensor | None] = [None] * count
-        ve_weights: list[Tensor | None] = [None] * count
+        projections, outputs = {}, {}
+        if self._shapes:
+            taken = attention_weights(
+                self.attn_bank.to(dtype),
+                self._attention_scales(dtype),
+                self.optional("attn_gate_bank"),
+                self._value_gates() if c.value_embed_layers else None,
+                row_multiple,
+            )
+            projections, outputs = (dict(zip(c.attention_layers, part, strict=True)) for part in taken)
+        values, ve_weights = {}, {}
         if c.value_embed_layers:
             offsets = torch.arange(len(c.value_embed_layers), device=inputs.device) * c.padded_vocab
             looked_up = F.embedding(inputs + offsets[:, None], self.value_embeds).unbind(0)
-            half = c.gate_width // 2
+            values = dict(zip(c.value_embed_layers, looked_up, strict=True))
             # Paired layers' gates read the stream only; the others read half of it and half of the embedding.
-            _, outer = self.ve_gate_bank.split(half, dim=2)
-            for layer, table, weight in zip(c.value_embed_layers, looked_up, outer.unbind(0), strict=True):
-                values[layer] = table
-                ve_weights[layer] = None if layer in c.paired_layers else weight
-        if shapes:
-            pairs = self.scalars[: 2 * count].view(count, 2).unbind(0)
-            scales = torch.stack([pairs[layer] for layer in shapes]).to(dtype)
-            if c.post_attn_lambda_single and c.fold_post_attn:
-                posts = self.post_lambdas[:, 0, 0].to(dtype).unbind(0)
-                one = torch.ones_like(posts[0])
-                folded = torch.stack([posts[i] if i < c.lanes_from else one for i in shapes])
-                scales = torch.stack([scales[:, 0], scales[:, 1] * folded], dim=1)
-            taken = ops.attention_weights(
-                self.attn_bank,
-                scales,
-                self.optional("attn_gate_bank"),
-                self._own_gates(dtype) if c.value_embed_layers else None,
-                dtype,
-                list(shapes.values()),
-            )
-            for place, layer in enumerate(shapes):
-                projections[layer], outputs[layer] = taken[place], taken[len(shapes) + place]
+            _, outer = self.ve_gate_bank.chunk(2, dim=2)
+            gates = zip(c.value_embed_layers, outer.unbind(0), strict=True)
+            ve_weights = {layer: weight for layer, weight in gates if layer not in c.paired_layers}
         matrices = unbind_bank(self.mlp_bank.to(dtype))
-        edges, injected = self._injections(x0, xb, ops)
         return _Layers(
-            ops,
-            shapes,
-            documents,
             projections,
             outputs,
-            list(matrices[: 2 * count : 2]),
-            list(matrices[1 : 2 * count : 2]),
-            values,
-            ve_weights,
-            edges,
-            injected,
+            first=matrices[::2],
+            second=matrices[1::2],
+            values=values,
+            ve_weights=ve_weights,
+            injected=self._injections(x0, xb),
         )
 
-    def _own_gates(self, dtype: torch.dtype) -> Tensor:
-        """Return the value-embedding gate weights for the stream; outside paired layers, half are zero."""
+    def _attention_scales(self, dtype: torch.dtype) -> Tensor:
+        """Return the scales [A, 2] of every layer's Q, K and V, and of its O."""
         c = self.config
-        half = c.gate_width // 2
-        inner, outer = self.ve_gate_bank.split(half, dim=2)
-        outer_weights = [
-            weight if layer in c.paired_layers else torch.zeros_like(weight)
-            for layer, weight in zip(c.value_embed_layers, outer.unbind(0), strict=True)
-        ]
-        return torch.cat([inner, torch.stack(outer_weights)], dim=2).to(dtype)
+        pairs = self.scalars[: 2 * c.num_layers].view(c.num_layers, 2).unbind(0)
+        scales = torch.stack([pairs[layer] for layer in c.attention_layers]).to(dtype)
+        if not (c.post_attn_lambda_single and c.fold_post_attn):
+            return scales
+        posts = self.post_lambdas[:, 0, 0].to(dtype).unbind(0)
+        one = torch.ones_like(posts[0])
+        folded = torch.stack([posts[i] if i < c.lanes_from else one for i in c.attention_layers])
+        return torch.stack([scales[:, 0], scales[:, 1] * folded], dim=1)
 
-    def _injections(
-        self, x0: Tensor, xb: Tensor | None, ops: Operations
-    ) -> tuple[list[Tensor | None], list[Terms]]:
-        """Return, per layer, an autograd edge and the terms (number, tensor) to add."""
+    def _value_gates(self) -> Tensor:
+        """Return the value-embedding gates' weights for the stream, [A, H, width].
+
+        Zeros where a layer has no value embedding, and in half of the columns outside paired layers.
+        """
         c = self.config
-        receiving = [i for i in range(c.num_layers) if i in self._shapes or c.inject_attention_free]
-        if not c.injects or not receiving:
-            return [None] * c.num_layers, [[] for _ in range(c.num_layers)]
-        x0_factors = self.x0_lambdas.to(x0.dtype) if c.x0_inject else None
-        xb_factors = self.bigram_lambdas.to(x0.dtype) if xb is not None else None
-        return ops.injections(x0, x0_factors, xb, xb_factors, receiving, c.num_layers)
+        inner, outer = self.ve_gate_bank.chunk(2, dim=2)
+        zero = torch.zeros_like(inner[0])
+        weights = dict.fromkeys(c.attention_layers, (zero, zero))
+        for layer, a, b in zip(c.value_embed_layers, inner.unbind(0), outer.unbind(0), strict=True):
+            weights[layer] = (a, b if layer in c.paired_layers else zero)
+        return torch.stack([torch.cat(pair, dim=1) for pair in weights.values()])
+
+    def _injections(self, x0: Tensor, xb: Tensor | None) -> list[list[Term]]:
+        """Return the terms that each layer adds to the stream."""
+        c = self.config
+        terms: list[list[Term]] = [[] for _ in range(c.num_layers)]
+        if c.x0_inject:
+            for layer, factor in enumerate(self.x0_lambdas.to(x0.dtype).unbind(0)):
+                terms[layer].append((factor, x0))
+        if xb is not None:
+            for layer, factor in enumerate(self.bigram_lambdas.to(x0.dtype).unbind(0)):
+                # Layer 0 already includes its bigram.
+                if layer > 0:
+                    terms[layer].append((factor, xb))
+        return terms
 
     def _skips_into(self, layer: int, x0: Tensor, skipped: dict[int, Tensor]):
         c = self.config
@@ -387,7 +357,7 @@ class GPT(BankedGPT):
         mtp: tuple[float, ...] | None = None,
     ) -> Tensor:
         """Return the training loss: multi-token cross-entropy summed over rows."""
-        hidden = self._hidden(inputs, cu_seqlens, bigram_ids, self._way(inputs.device, compiles=True))
+        hidden = self._hidden(inputs, cu_seqlens, bigram_ids, compiled=self._compiles_loss(inputs.device))
         return head_loss(
             hidden,
             self.lm_head,
@@ -399,17 +369,11 @@ class GPT(BankedGPT):
         )
 
 
-def _plain_states(
-    model: GPT, inputs: Tensor, bigram_ids: Tensor | None, documents: _Documents, kernels: bool
-) -> Tensor:
-    return model._states(inputs, bigram_ids, documents, FUSED if kernels else PLAIN, model._wide_shapes)
-
-
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
+def _compiled_states() -> Callable[..., Tensor]:
     # One graph per batch shape and pair of windows. Without fullgraph, Dynamo would run eager code at its
     # graph limit.
-    return torch.compile(_plain_states, fullgraph=True, dynamic=False)
+    return torch.compile(GPT._states, fullgraph=True, dynamic=False)
 
 
 def build_model(config: GPTConfig, *, generator: torch.Generator | None = None) -> GPT | ReferenceGPT:

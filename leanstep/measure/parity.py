@@ -22,6 +22,8 @@ from leanstep.measure.timing import TimeUp, time_box
 
 # Sizes for `prove` are small: a check takes seconds at most, unless a dtype is emulated.
 BOX_S = 60.0
+# For rows that run only if they are named: torch.compile takes minutes for a model.
+SLOW_BOX_S = 900.0
 FACTOR = {torch.float64: 2.0, torch.float32: 2.0, torch.float16: 3.0, torch.bfloat16: 3.0}
 # In units of max |truth|: allows one or two units in the last place of the output.
 FLOOR = {torch.float64: 1e-12, torch.float32: 5e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -176,8 +178,9 @@ def prove_case(
             continue
         for dtype in dtypes or implementation.dtypes or case.dtypes:
             for size in case.prove_sizes:
-                if implementation.missing(case.params(size), device) is None:
-                    rows += check_in_time(case, implementation, dtype, size, device=device)
+                if implementation.missing(case.params(size), device, named=bool(implementations)) is None:
+                    box_s = SLOW_BOX_S if implementation.on_request else BOX_S
+                    rows += check_in_time(case, implementation, dtype, size, box_s=box_s, device=device)
     return rows
 
 

@@ -75,12 +75,17 @@ class _Rows:
         self.gone: set[str] = set()  # rows that failed while they were timed
 
     def without_missing(
-        self, implementations: list[Implementation], params: Params, device: torch.device | str
+        self,
+        implementations: list[Implementation],
+        params: Params,
+        device: torch.device | str,
+        *,
+        named: bool,
     ) -> list[Implementation]:
         """Return the implementations that can run here; the rows of the others say why they cannot."""
         runnable = []
         for implementation in implementations:
-            reason = implementation.missing(params, device)
+            reason = implementation.missing(params, device, named=named)
             if reason is None:
                 runnable.append(implementation)
             else:
@@ -170,8 +175,10 @@ def run_bench(
     if beside:
         head["beside"] = beside
     rows = _Rows(chosen, max(TIME_BOX * budget_s, MIN_BOX_S))
+    if only is not None and any(i.on_request for i in chosen):
+        rows.box_s = max(rows.box_s, parity.SLOW_BOX_S)
     result = BenchResult(case.name, _size_label(size, overrides), head, list(rows.by_name.values()))
-    runnable = rows.without_missing(chosen, params, device)
+    runnable = rows.without_missing(chosen, params, device, named=only is not None)
     bench = _Bench(case, size, dtype, device, runnable, rows, result.failed)
 
     # Run both once, so that torch's imports do not count in a row's time.
@@ -230,7 +237,7 @@ def _check_proving_sizes(bench: _Bench) -> None:
         if implementation.kind != "fast":
             continue
         for size in bench.case.prove_sizes:
-            if implementation.missing(bench.case.params(size), bench.device) is not None:
+            if implementation.missing(bench.case.params(size), bench.device, named=True) is not None:
                 continue
             checks = parity.check_in_time(
                 bench.case, implementation, bench.dtype, size, box_s=bench.rows.box_s, device=bench.device
@@ -266,7 +273,7 @@ class _Comparison:
 
     def outputs_at_truth_size(self, implementation: Implementation) -> Outputs | None:
         bench = self.bench
-        missing = implementation.missing(bench.case.params(self.size), bench.device)
+        missing = implementation.missing(bench.case.params(self.size), bench.device, named=True)
         if self.truth is None or missing is not None:
             return None
         call = functools.partial(self.call, implementation)

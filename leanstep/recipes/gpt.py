@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from leanstep.gpt import (
+    GPT,
     Batch,
     DocumentLoader,
     GPTConfig,
@@ -30,6 +31,7 @@ from leanstep.gpt import (
     standard_library_corpus,
     validation_batches,
 )
+from leanstep.gpt.model import RUNS
 from leanstep.logprob.layout import to_device
 from leanstep.recipes.captured import CapturedSteps
 from leanstep.recipes.checkpoint import seed_python_generators
@@ -137,6 +139,7 @@ class GPTSettings:
         bos: the token that starts a document in `data` (default: GPT-2's).
         cuda_graph: capture training steps as CUDA graphs: see `leanstep.recipes.captured`.
         warmup, decay, beta2 (adamw), adam_decay, table_lr_mul (normuon): see `leanstep.recipes.optimizers`.
+        run: how the model runs, see `GPT`. It changes rounding only: a run may be resumed with another one.
     """
 
     optimizer: str = setting("normuon", choices=("normuon", "adamw"))
@@ -155,6 +158,7 @@ class GPTSettings:
     adam_decay: float | None = setting(None, least=0)
     table_lr_mul: float | None = setting(None, least=0)
     cuda_graph: bool = False
+    run: str = setting("auto", choices=RUNS)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -216,6 +220,10 @@ def build(
         cadence=chosen.cadence,
         preset=preset,
     )
+    if isinstance(training.model, GPT):
+        training.model.run = settings.run
+    elif settings.run != "auto":
+        raise ValueError(f"run: expected auto with model.flat_forward=false, got {settings.run}")
     if settings.cuda_graph:
         training.capture_steps()
     return training

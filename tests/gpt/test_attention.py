@@ -235,6 +235,24 @@ def test_short_documents_make_the_band_narrow():
     assert narrow.mask.numel() * 10 < wide.mask.numel()
 
 
+def test_the_bands_gradients_are_those_of_finite_differences():
+    # Three blocks of 16, the last one padded; each sees two more.
+    plan = make_plan([0, 3, 37], 20, 8, torch.float64)
+    assert (plan.num_blocks, plan.back, plan.padded > plan.length) == (3, 2, True)
+    q, k, v = (torch.randn(37, 1, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    assert torch.autograd.gradcheck(lambda *x: windowed_attention(*x, plan, 0.3), (q, k, v))
+
+
+def test_a_band_for_longer_documents_sees_the_same_keys():
+    q, k, v = torch.randn(3, 120, 2, 16).unbind(0)
+    bounds = [0, 30, 50, 80, 120]
+    narrow, wide = (make_plan(bounds, 110, 16, torch.float32, longest=n) for n in (None, 120))
+    assert wide.mask.shape == make_plan([0, 120], 110, 16, torch.float32).mask.shape != narrow.mask.shape
+    torch.testing.assert_close(*(windowed_attention(q, k, v, plan, 0.3) for plan in (narrow, wide)))
+    with pytest.raises(ValueError, match="longest: expected at least 40, the longest document, got 39"):
+        make_plan(bounds, 110, 16, torch.float32, longest=39)
+
+
 def test_mask_allows_exactly_the_window():
     plan = make_plan([0, 50, 120], 7, 16, torch.float32)
     allowed = (plan.mask == 0).sum(-1).flatten()[:120]
@@ -328,6 +346,14 @@ def test_only_half_of_a_head_turns_and_lengths_stay():
     assert torch.allclose(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_real_table_rotates_like_a_complex_one(paired: bool):
+    rotary, x = Rotary(16, 1024.0, 0.1), torch.randn(9, 4, 16, dtype=torch.float64)
+    tables = (make(9, paired, torch.float64, CPU) for make in (rotary.head_table, rotary.real_table))
+    first, second = (rotate(x, table) for table in tables)
+    assert (first - second).abs().max() < 1e-14
+
+
 def test_scores_depend_on_distance_only():
     q, k = torch.randn(2, 16, dtype=torch.float64)
     table = Rotary(16, 1024.0, 0.1).head_table(40, False, torch.float64, CPU)
@@ -341,10 +367,6 @@ def test_tables_grow_and_state_is_exact():
     short = rotary.table(5, torch.float32, CPU)
     long = rotary.table(100, torch.float32, CPU)
     assert torch.equal(long[:5], short)
-    for paired in (False, True):
-        table = rotary.head_table(9, paired, torch.float32, CPU)
-        full = rotary.full_table(4, 9, paired, torch.float32, CPU)
-        assert torch.equal(full, torch.stack([table[:, h % table.shape[1]] for h in range(4)], dim=1))
     rotary.rescale(48, 112)
     other = Rotary(16, 1024.0, 0.1)
     other.load_state_dict(json.loads(json.dumps(rotary.state_dict())))

@@ -7,9 +7,12 @@ import torch
 from gpt.golden import scramble
 from gpt.test_model import TINY, batch, results
 
-from leanstep.gpt import GPT, GPTConfig, model
+from leanstep.case import get_case
+from leanstep.cpu import find_compiler
+from leanstep.gpt import GPT, GPTConfig, cases, model
 from leanstep.gpt.attention import PackedPlan, PlanCache, make_packed_plan
 from leanstep.gpt.reference import dense_mask
+from leanstep.measure.parity import prove_case
 
 
 def flash_on_cpu(q, k, v, cu_q, cu_k, longest_q, longest_k, *, softmax_scale, causal, window_size):
@@ -41,19 +44,23 @@ def graphs(monkeypatch):
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(model._plain_states, backend=backend, fullgraph=True, dynamic=False)
-    monkeypatch.setattr(model, "_compiled", lambda: compiled)
+    compiled = torch.compile(GPT._states, backend=backend, fullgraph=True, dynamic=False)
+    monkeypatch.setattr(model, "_compiled_states", lambda: compiled)
     yield captured
     torch._dynamo.reset()
 
 
+# Dynamo makes an instance of an autograd function that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.timeout(300)
-def test_a_schedule_makes_no_new_graphs(graphs):
-    config = GPTConfig.preset("tiny", **TINY)
+@pytest.mark.parametrize("plans", [PackedPlans, PlanCache], ids=["flash", "band"])
+def test_a_schedule_makes_no_new_graphs(graphs, plans):
+    config = GPTConfig.preset("tiny", **{**TINY, "windows": (3, 6)})
     compiled, plain = scramble(GPT(config, run="compiled")), GPT(config, run="plain")
     plain.load_state_dict(compiled.state_dict())
-    compiled.plans = PackedPlans()
-    for documents in ((0, 20, 21, 21, 60), (0, 70)):
+    compiled.plans = plans()
+    # Documents longer than the windows, and shorter ones.
+    for documents in ((0, 20, 21, 21, 60), tuple(range(0, 80, 6))):
         data = batch(config, documents=documents)
         ours, theirs = results(compiled, *data), results(plain, *data)
         for name, want in theirs.items():
@@ -64,9 +71,42 @@ def test_a_schedule_makes_no_new_graphs(graphs):
             with torch.no_grad():
                 each.scalars.mul_(1.1)
     assert len(graphs) == 1
-    compiled.set_windows(1, 3)
+    compiled.set_windows(3, 12)
     compiled.hidden(data[0], data[2])
     assert len(graphs) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.timeout(300)
+def test_the_compiled_row_of_the_case_is_proven(monkeypatch):
+    """All of torch.compile but the C++ compiler, which takes minutes: traced, differentiated, decomposed."""
+    torch._dynamo.reset()
+    states = torch.compile(GPT._states, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    monkeypatch.setattr(model, "_compiled_states", lambda: states)
+    monkeypatch.setattr(cases, "find_compiler", lambda: "not needed")
+    rows = prove_case(get_case("gpt-step"), implementations=("compiled",), dtypes=(torch.float32,))
+    torch._dynamo.reset()
+    assert rows and not [row for row in rows if not row.ok]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.skipif(find_compiler() is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.timeout(600)
+def test_inductor_gives_the_same_results_on_a_cpu():
+    one_layer = {"num_layers": 1, "long_window_layers": (0,), "key_offset_layers": (0,)}
+    config = GPTConfig.preset("plain", **one_layer, attention_gate=True)
+    compiled, plain = scramble(GPT(config, run="compiled")), GPT(config, run="plain")
+    plain.load_state_dict(compiled.state_dict())
+    inputs, targets, cu = batch(config)
+    ours, theirs = (m(inputs, targets, cu) for m in (compiled, plain))
+    assert torch.allclose(ours, theirs, rtol=1e-6)
+    gradients = (
+        torch.autograd.grad(loss, list(m.parameters()), allow_unused=True)
+        for loss, m in ((ours, compiled), (theirs, plain))
+    )
+    for name, a, b in zip(dict(plain.named_parameters()), *gradients, strict=True):
+        assert (a is None) == (b is None), name
+        assert a is None or (a - b).abs().max() <= 1e-4 * b.abs().max() + 1e-6, name
 
 
 def test_a_packed_plan_has_the_shape_of_its_tokens():

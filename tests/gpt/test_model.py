@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -90,9 +89,14 @@ def results(model, inputs, targets, cu):
     return out
 
 
-def assert_no_further(
-    config: GPTConfig, factor: float = 2.0, seeds: int = 3, run: Any = "functions", **kwargs
-) -> None:
+def pooled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join the small gradients: a few lambdas are too few values to judge rounding."""
+    small = [name for name, x in tensors.items() if x.numel() < 1000 and name not in ("loss", "hidden")]
+    large = {name: x for name, x in tensors.items() if name not in small}
+    return {**large, "lambdas and gates": torch.cat([tensors[name].flatten() for name in small])}
+
+
+def assert_no_further(config: GPTConfig, factor: float = 2.0, seeds: int = 3, **kwargs) -> None:
     """Distance from float64, root mean square over elements and seeds: single small tensors are luck.
 
     Divided by the gradient's size over all seeds, not by each seed's: where a sum over the batch happens to
@@ -101,11 +105,11 @@ def assert_no_further(
     sums: dict[str, list[float]] = {}
     for seed in range(seeds):
         plain = scramble(ReferenceGPT(config), seed)
-        flat = GPT(config, run=run)
+        flat = GPT(config)
         flat.load_state_dict(plain.state_dict())
         truth = copy.deepcopy(plain).double()
         data = batch(config, **kwargs)
-        candidates, plains, truths = (results(model, *data) for model in (flat, plain, truth))
+        candidates, plains, truths = (pooled(results(model, *data)) for model in (flat, plain, truth))
         assert candidates.keys() == plains.keys() == truths.keys()
         for name, want in truths.items():
             terms = (candidates[name].double() - want, plains[name].double() - want, want)
@@ -134,8 +138,9 @@ def test_flat_equals_modules_at_odd_lengths(length: int):
     assert_no_further(GPTConfig.preset("tiny", **TINY), length=length, documents=(0, 1, 300))
 
 
-def test_flat_equals_modules_in_float64():
-    config = GPTConfig.preset("tiny", **TINY, dtype="float64")
+@pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
+def test_flat_equals_modules_in_float64(switch: dict):
+    config = GPTConfig.preset("tiny", **{**TINY, **switch, "dtype": "float64"})
     plain = scramble(ReferenceGPT(config))
     flat = GPT(config)
     flat.load_state_dict(plain.state_dict())
@@ -146,8 +151,6 @@ def test_flat_equals_modules_in_float64():
 
 
 def test_flat_bfloat16_is_no_further_from_the_truth_than_modules():
-    # The scalars' gradients are four numbers or so a seed: with three seeds either side was seen 12 times as
-    # lucky as the other, with twelve less than twice.
     assert_no_further(GPTConfig.preset("tiny", **TINY, dtype="bfloat16"), factor=3, seeds=12)
 
 
@@ -173,46 +176,17 @@ def test_folding_is_an_equivalence(model_class, folded: dict, open_: dict):
     assert abs(made[0](*data) - made[1](*data)) < 1e-10
 
 
-@pytest.mark.parametrize("switch", [name for name in SWITCHES if name != "odd heads"])
-def test_plain_code_equals_modules(switch: str):
-    """What a GPU compiles, run as it is; in float64 both are the truth."""
-    config = GPTConfig.preset("tiny", **{**TINY, **SWITCHES[switch], "dtype": "float64"})
-    plain = scramble(GPT(config, run="plain"))
-    modules = ReferenceGPT(config)
-    modules.load_state_dict(plain.state_dict())
-    data = batch(config)
-    ours, theirs = results(plain, *data), results(modules, *data)
-    for name, want in theirs.items():
-        assert (ours[name] - want).abs().max() <= 1e-11 * want.abs().max() + 1e-13, name
-
-
-def test_plain_bfloat16_is_no_further_from_the_truth_than_modules():
-    config = GPTConfig.preset("tiny", **TINY, dtype="bfloat16")
-    assert_no_further(config, factor=3, seeds=12, run="plain")
-
-
-def test_plain_code_pads_its_projections_for_tensor_cores():
-    model = GPT(GPTConfig.preset("tiny"))
-    assert all(shape.rows % 64 == 0 for shape in model._wide_shapes.values())
-    assert all(shape.rows < 200 + 64 for shape in model._shapes.values())
-
-
-def test_a_gpu_compiles_the_loss_and_not_what_has_many_lengths():
-    model = GPT(GPTConfig.preset("tiny"))
-    ways = {
-        ("cpu", True): "functions",
-        ("cuda", True): "compiled",
-        ("cuda", False): "plain",
-        ("xpu", True): "plain",
-    }
-    for (device, compiles), way in ways.items():
-        assert model._way(torch.device(device), compiles=compiles) == way
-    assert GPT(GPTConfig.preset("tiny"), run="plain")._way(torch.device("cuda"), compiles=True) == "plain"
+def test_a_gpu_compiles_the_loss_and_a_cpu_on_request():
+    expected = {"auto": {"cpu": False, "cuda": True, "xpu": False}, "plain": {"cpu": False, "cuda": False}}
+    expected["compiled"] = {"cpu": True, "cuda": True}
+    for run, devices in expected.items():
+        model = GPT(GPTConfig.preset("tiny"), run=run)
+        assert {device: model._compiles_loss(torch.device(device)) for device in devices} == devices
 
 
 def test_an_unknown_way_to_run_is_named():
-    with pytest.raises(ValueError, match="run: expected auto, functions, plain or compiled, got 'fast'"):
-        GPT(GPTConfig.preset("tiny"), run="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="run: expected auto or plain or compiled, got 'fast'"):
+        GPT(GPTConfig.preset("tiny"), run="fast")
 
 
 def test_build_follows_flat_forward():

@@ -47,6 +47,12 @@ def test_a_missing_tensor_fails():
     assert "tiny/lse (missing)" in failures(toy_case("toy", broken))
 
 
+def test_a_row_on_request_is_proven_if_it_is_named():
+    case = toy_case("toy", implementation("slow", wrong_gradient, on_request="it is slow"))
+    assert prove_case(case) == []
+    assert "tiny/grad:x" in [row.tensor for row in prove_case(case, implementations=("slow",)) if not row.ok]
+
+
 def test_a_check_that_does_not_end_is_a_failed_one(monkeypatch):
     def endless(tensors, constants):
         while True:

@@ -92,6 +92,16 @@ def test_only_the_chosen_rows_and_the_reference_run():
     assert list(rows) == ["reference", "limit"]
 
 
+def test_a_row_on_request_runs_if_it_is_named():
+    case = toy_case(
+        "toy", implementation("fast", fast), implementation("slow", fast, on_request="it is slow")
+    )
+    _, rows = rows_of(case)
+    assert (rows["slow"]["available"], rows["slow"]["note"]) == (False, "it is slow; runs if it is named")
+    _, rows = rows_of(case, only=("slow",))
+    assert rows["slow"]["available"] and rows["slow"]["time_ratio"] > 0
+
+
 def test_a_scaled_row_reports_the_time_of_the_whole_workload(monkeypatch):
     timing = Timing(median_s=0.5, p20_s=0.25, p80_s=0.75, samples=3, first_call_s=0.5)
     monkeypatch.setattr(side_by_side, "interleave", lambda steps, **_: dict.fromkeys(steps, timing))

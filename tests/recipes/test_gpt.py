@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from leanstep.gpt import GPTConfig, write_shard
+from leanstep.gpt import GPT, GPTConfig, write_shard
+from leanstep.gpt import model as gpt_model
 from leanstep.muon import sharded
 from leanstep.recipes import Cadence, current_world, gpt, run
 from leanstep.recipes.gpt import Data, GPTTraining
@@ -171,6 +172,41 @@ def test_resuming_at_any_step_is_exact(tmp_path, optimizer):
         # The smear gate's own gate starts shut; every other parameter has moved.
         assert not torch.equal(weight, start[name]) or name == "smear_gate", name
     assert not whole.model.tied and not torch.equal(whole.model.embed, whole.model.lm_head.T)
+
+
+def test_how_the_model_runs_is_chosen_and_no_part_of_a_runs_identity():
+    trainings = {way: gpt.build("smoke", run=way) for way in ("auto", "plain", "compiled")}
+    assert [training.model.run for training in trainings.values()] == list(trainings)
+    assert trainings["auto"].settings == trainings["plain"].settings == trainings["compiled"].settings
+    with pytest.raises(ValueError, match="run: expected auto or plain or compiled, got 'fast'"):
+        gpt.build("smoke", run="fast")
+    with pytest.raises(ValueError, match=r"run: expected auto with model\.flat_forward=false, got plain"):
+        gpt.build("smoke", run="plain", model={"flat_forward": False})
+
+
+# Dynamo makes an instance of an autograd function that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_run_resumes_a_plain_one_with_few_graphs(tmp_path, monkeypatch):
+    graphs, data = [], write_data(tmp_path)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    states = torch.compile(GPT._states, backend=backend, fullgraph=True, dynamic=False)
+    monkeypatch.setattr(gpt_model, "_compiled_states", lambda: states)
+    whole, first, second = (small_training(data=data) for _ in range(3))
+    run(whole, tmp_path / "whole", say=lambda line: None)
+    run(first, tmp_path / "parts", stop_after=6, say=lambda line: None)
+    second.model.run = "compiled"
+    run(second, tmp_path / "parts", resume=True, say=lambda line: None)
+    torch._dynamo.reset()
+    for name, weight in weights(whole).items():
+        error = (weight.double() - weights(second)[name]).norm()
+        assert error <= 1e-3 * weight.double().norm() + 1e-5, name
+    # Stage 2, stages 3 and 4 together (their long windows cover the longest document), and two evaluations.
+    assert len(graphs) == 4
 
 
 def test_tied_weights_stay_equal_until_they_part(tmp_path):
