@@ -108,7 +108,7 @@ def test_document_starts_take_the_last_row():
     assert torch.equal(ids[20:], torch.cat([bigram_hash(tokens[20:], 640, starts[20:])]))
 
 
-@pytest.mark.parametrize("run", ["reference"])
+@pytest.mark.parametrize("run", ["plain", "reference"])
 @pytest.mark.parametrize("respect_docs", [False, True])
 def test_the_rows_that_are_read_are_those_with_a_gradient(respect_docs, run):
     config = GPTConfig.preset("tiny", vocab_size=64, bigram_vocab_size=5000, respect_docs=respect_docs)
