@@ -73,7 +73,7 @@ class Implementation:
         time_scale: the step does 1/time_scale of the workload (for a peer that would take hours);
             the reported time is multiplied by it, and `note` must say so.
         dtypes: the dtypes that `prove` checks; None = those of the case.
-        on_request: why this row runs only if it is named (`bench --only`, `prove --impl`).
+        on_request: why this row runs only if it is named (`bench --impl`, `prove --impl`).
         note: one line for the table.
     """
 

@@ -59,6 +59,15 @@ class _Setup:
 
 
 @dataclass
+class _Lookups:
+    """Rows of the tables: token and bigram embeddings [T, E], value embeddings [T, E] by layer."""
+
+    tokens: Tensor
+    bigrams: Tensor | None
+    values: dict[int, Tensor]
+
+
+@dataclass
 class _Layers:
     """Tensors of one step by layer; a layer without attention or value embedding has no entry there."""
 
@@ -130,8 +139,12 @@ class GPT(BankedGPT):
         if cu_seqlens is None:
             cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
         setup = self._set_up(check_cu_seqlens(cu_seqlens, length), inputs, compiled=compiled)
-        states = _compiled_states() if compiled else GPT._states
-        return states(self, inputs, bigram_ids, setup)
+        if not compiled:
+            return self._states(inputs, bigram_ids, setup)
+        # Inductor adds up a table's gradient with atomics, in any order; on a CPU a step is repeatable.
+        on_cpu = inputs.device.type == "cpu"
+        lookups = self._look_up(inputs, bigram_ids, setup.starts) if on_cpu else None
+        return _compiled_states()(self, inputs, bigram_ids, setup, lookups)
 
     def _set_up(self, bounds: list[int], inputs: Tensor, *, compiled: bool) -> _Setup:
         dtype, device, rotary = self.embed.dtype, inputs.device, self.rotary
@@ -155,12 +168,14 @@ class GPT(BankedGPT):
             row_multiple=64 if device.type == "cuda" else 1,
         )
 
-    def _states(self, inputs: Tensor, bigram_ids: Tensor | None, setup: _Setup) -> Tensor:
-        """Run the model, from tokens to final states."""
+    def _states(
+        self, inputs: Tensor, bigram_ids: Tensor | None, setup: _Setup, lookups: _Lookups | None = None
+    ) -> Tensor:
+        """Run the model, from tokens to final states; `lookups` are looked up here if they are None."""
         c = self.config
-        x0 = self._embed(inputs, setup.starts)
-        xb = self._embed_bigrams(inputs, bigram_ids, setup.starts) if c.bigram_vocab_size else None
-        layers = self._take_apart(inputs, x0, xb, setup.row_multiple)
+        lookups = lookups or self._look_up(inputs, bigram_ids, setup.starts)
+        x0, xb = self._embed(lookups.tokens, setup.starts), lookups.bigrams
+        layers = self._take_apart(x0, lookups, setup.row_multiple)
         lane0 = x0
         if xb is not None:
             lane0 = weighted_sum((1.0, x0), (self.bigram_lambdas[:1].to(x0.dtype).squeeze(0), xb))
@@ -185,17 +200,25 @@ class GPT(BankedGPT):
                 backout = lane0
         return self._merge_lanes(lane0, lane1, backout)
 
-    def _embed(self, inputs: Tensor, starts: Tensor | None) -> Tensor:
+    def _look_up(self, inputs: Tensor, bigram_ids: Tensor | None, starts: Tensor | None) -> _Lookups:
+        """Return the rows of all tables for the tokens."""
+        c = self.config
+        bigrams, values = None, {}
+        if c.bigram_vocab_size:
+            if bigram_ids is None:
+                bigram_ids = bigram_hash(inputs, c.bigram_vocab_size, starts)
+            bigrams = F.embedding(bigram_ids, self.bigram_embed)
+        if c.value_embed_layers:
+            offsets = torch.arange(len(c.value_embed_layers), device=inputs.device) * c.padded_vocab
+            rows = F.embedding(inputs + offsets[:, None], self.value_embeds).unbind(0)
+            values = dict(zip(c.value_embed_layers, rows, strict=True))
+        return _Lookups(F.embedding(inputs, self.embed), bigrams, values)
+
+    def _embed(self, x: Tensor, starts: Tensor | None) -> Tensor:
         """Return normalised token embeddings [T, E], mixed with the previous token's if `smear` is on."""
-        x = F.embedding(inputs, self.embed)
         if self.config.smear:
             return smear_norm(x, self.scalar("smear").to(x.dtype), self.smear_gate, starts)
         return norm(x)
-
-    def _embed_bigrams(self, inputs: Tensor, bigram_ids: Tensor | None, starts: Tensor | None) -> Tensor:
-        if bigram_ids is None:
-            bigram_ids = bigram_hash(inputs, self.config.bigram_vocab_size, starts)
-        return F.embedding(bigram_ids, self.bigram_embed)
 
     def _lane_scales(self, dtype: torch.dtype) -> _LaneScales:
         resid = [column.unbind(0) for column in self.resid_lambdas.to(dtype).flatten(1).unbind(1)]
@@ -268,7 +291,7 @@ class GPT(BankedGPT):
             terms.append((-self.scalar("backout").to(lane0.dtype), backout))
         return norm(weighted_sum(*terms))
 
-    def _take_apart(self, inputs: Tensor, x0: Tensor, xb: Tensor | None, row_multiple: int) -> _Layers:
+    def _take_apart(self, x0: Tensor, lookups: _Lookups, row_multiple: int) -> _Layers:
         """Return everything the layers need from banks and tables, fetched once."""
         c, dtype = self.config, x0.dtype
         projections, outputs = {}, {}
@@ -281,11 +304,8 @@ class GPT(BankedGPT):
                 row_multiple,
             )
             projections, outputs = (dict(zip(c.attention_layers, part, strict=True)) for part in taken)
-        values, ve_weights = {}, {}
+        ve_weights = {}
         if c.value_embed_layers:
-            offsets = torch.arange(len(c.value_embed_layers), device=inputs.device) * c.padded_vocab
-            looked_up = F.embedding(inputs + offsets[:, None], self.value_embeds).unbind(0)
-            values = dict(zip(c.value_embed_layers, looked_up, strict=True))
             # Paired layers' gates read the stream only; the others read half of it and half of the embedding.
             _, outer = self.ve_gate_bank.chunk(2, dim=2)
             gates = zip(c.value_embed_layers, outer.unbind(0), strict=True)
@@ -296,9 +316,9 @@ class GPT(BankedGPT):
             outputs,
             first=matrices[::2],
             second=matrices[1::2],
-            values=values,
+            values=lookups.values,
             ve_weights=ve_weights,
-            injected=self._injections(x0, xb),
+            injected=self._injections(x0, lookups.bigrams),
         )
 
     def _attention_scales(self, dtype: torch.dtype) -> Tensor:

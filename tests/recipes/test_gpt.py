@@ -184,8 +184,9 @@ def test_how_the_model_runs_is_chosen_and_no_part_of_a_runs_identity():
         gpt.build("smoke", run="plain", model={"flat_forward": False})
 
 
-# Dynamo makes an instance of an autograd function that it traces.
+# Dynamo's own: it makes instances of autograd functions and looks for gradients of its inputs.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_run_resumes_a_plain_one_with_few_graphs(tmp_path, monkeypatch):
     graphs, data = [], write_data(tmp_path)
 
