@@ -87,9 +87,9 @@ def squares() -> None:
     stride = 2**26 + 16
     sizes = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP": 2}
     for backward in (False, True):
-        a, b, pre, out = (rows_of(n, 5, BF16, stride) for n in (37, 5, 37, 37))
-        gpt.relu_product_kernel[(3,)](
-            a, b, pre, out, 37, 5, 5, stride, stride, stride, BACKWARD=backward, **sizes
+        a, b, pre, out = (rows_of(37, n, BF16, stride) for n in (5, 5, 37, 37))
+        gpt.relu_product_kernel[(9,)](
+            a, b, pre, out, 37, 37, 5, stride, stride, stride, BACKWARD=backward, **sizes
         )
 
 
