@@ -17,7 +17,9 @@ from leanstep.logprob.engine.passes import launches_triton
 
 def squared_relu_mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Of x [T, E], first and second [F, E]."""
-    return F.linear(x, first).relu_().square() @ second
+    hidden = F.linear(x, first).relu_()
+    # Not `square`, whose backward copies its input.
+    return (hidden * hidden) @ second
 
 
 def has_kernel(x: Tensor) -> bool:
