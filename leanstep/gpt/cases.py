@@ -205,8 +205,7 @@ def _modules(config: GPTConfig) -> BankedGPT:
 def _modules_compiled(config: GPTConfig) -> BankedGPT:
     model = ReferenceGPT(config, core="banded")
     # Plans are data: traced, every new one would be a new graph.
-    plans: Any = model.plans
-    plans.get = torch.compiler.disable(model.plans.get)
+    model.plans.get = torch.compiler.disable(model.plans.get)  # type: ignore[method-assign]
     # Two sizes need more graphs than Dynamo's limit of 8, beyond which it runs eager code.
     model.hidden = torch._dynamo.config.patch(recompile_limit=64)(model.hidden)
     for block in model.blocks:

@@ -34,6 +34,8 @@ from leanstep.gpt.mlp import fused_mlp, has_kernel, squared_relu_mlp
 from leanstep.gpt.reference import ReferenceGPT
 from leanstep.logprob.layout import to_device
 
+# A run has up to eight graphs: four stages, each for training and evaluation.
+MAX_GRAPHS = 256
 RUNS = ("auto", "plain", "compiled")
 
 
@@ -389,11 +391,16 @@ class GPT(BankedGPT):
         )
 
 
+def compile_states(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Tensor]:
+    """Return `GPT._states` compiled: one graph per config, batch shape and pair of windows."""
+    compiled = torch.compile(GPT._states, backend=backend, fullgraph=True, dynamic=False)
+    # All models of a process share the limit; at Dynamo's own, a third ablation would stop.
+    return torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS)(compiled)
+
+
 @functools.cache
 def _compiled_states() -> Callable[..., Tensor]:
-    # One graph per batch shape and pair of windows. Without fullgraph, Dynamo would run eager code at its
-    # graph limit.
-    return torch.compile(GPT._states, fullgraph=True, dynamic=False)
+    return compile_states()
 
 
 def build_model(config: GPTConfig, *, generator: torch.Generator | None = None) -> GPT | ReferenceGPT:

@@ -50,7 +50,7 @@ def graphs(monkeypatch):
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(GPT._states, backend=backend, fullgraph=True, dynamic=False)
+    compiled = model.compile_states(backend)
     monkeypatch.setattr(model, "_compiled_states", lambda: compiled)
     yield captured
     torch._dynamo.reset()
@@ -136,3 +136,11 @@ def test_packed_documents_are_those_of_the_mask():
     mask = dense_mask(bounds, window)
     want = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=0.3)
     torch.testing.assert_close(windowed_attention(q, k, v, plan, 0.3), want.transpose(0, 1))
+
+
+def test_models_of_one_process_may_have_more_graphs_than_one_run(graphs):
+    config = GPTConfig.preset("plain", vocab_size=64)
+    compiled = GPT(config, run="compiled")
+    for length in range(16, 28):
+        compiled(torch.arange(length), torch.arange(length), torch.tensor([0, length], dtype=torch.int32))
+    assert len(graphs) == 12
