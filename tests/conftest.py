@@ -30,6 +30,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from ranks import run_ranks as _run_ranks
+from torch.utils import _device
 
 TEST_DEVICE = os.environ["LEANSTEP_TEST_DEVICE"]
 # The host half of `make test-gpu` without a GPU.
@@ -94,6 +95,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return poisoned
 
+    # `with torch.device(...)` looks its functions up once per process: it must find torch's own.
+    _device._device_constructors()
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, wrap(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):
