@@ -23,12 +23,11 @@ from torch import Tensor
 
 from leanstep.muon.param_groups import Entry, make_entry
 from leanstep.muon.polar import Workspace
-from leanstep.muon.sparse_rows import PendingRows, RowExchange, RowPlan, TouchedRows
+from leanstep.muon.sparse_rows import PendingRows, RowExchange, RowPlan, TouchedRows, all_gather
 from leanstep.muon.state import State, finite_on_device, grads_are_finite, new_state
 from leanstep.muon.update import States, advance, update_parameters
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Work = Sequence[tuple[Entry, Tensor]]
 # Adam's tables from this size on are cut; two collectives for less are slower than an owner.
@@ -255,7 +254,7 @@ class Owners:
         # gloo reads its input while it writes the output; NCCL takes the piece where it lies.
         mine = entry.param.detach().reshape(-1)
         mine = mine.clone() if mine.device.type == "cpu" else mine
-        return _all_gather(whole.detach().view(-1), mine, group=self.group, async_op=True)
+        return all_gather(whole.detach().view(-1), mine, group=self.group, async_op=True)
 
     def _launch_owned(self, work: Work) -> list[tuple[list[list[tuple[Entry, Tensor]]], _Pending]]:
         """Send gradients to the owners of whole parameters: (work by rank, the reduction) per exchange."""
@@ -317,7 +316,7 @@ class Owners:
             size = sum(weight.numel() for weight in weights[self.rank])
             torch.cat([weight.reshape(-1) for weight in weights[self.rank]], out=flat[:size])
         gathered = like.new_empty(self.world * length)
-        _all_gather(gathered, flat, group=self.group)
+        all_gather(gathered, flat, group=self.group)
         targets, sources = [], []
         for bucket, row in zip(weights, gathered.view(self.world, length), strict=True):
             parts = row[: sum(weight.numel() for weight in bucket)].split([w.numel() for w in bucket])
@@ -360,7 +359,7 @@ class Owners:
             return part.clone()
         sent = part.contiguous().view(torch.uint8) if part.dtype == torch.int16 else part.contiguous()
         parts = sent.new_empty(self.world * sent.numel())
-        _all_gather(parts, sent.view(-1), group=self.group)
+        all_gather(parts, sent.view(-1), group=self.group)
         return self.pieces[entry.name].join(key, parts.view(part.dtype), like)
 
     def full_states(self, entries: Sequence[Entry], states: States) -> dict[Tensor, State]:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Above this share of the rows that a dense exchange sends, selecting and adding rows costs what it saves.
 MAX_SHARE = 0.5
@@ -134,7 +134,7 @@ class RowExchange:
         mine = [self._message(self.tables[name], grad) for name, grad in grads.items()]
         sent = torch.cat(mine)
         gathered = sent.new_empty(self.world, sent.numel())
-        _all_gather(gathered.view(-1), sent, group=self._host_group())
+        all_gather(gathered.view(-1), sent, group=self._host_group())
         plans = {}
         parts = gathered.split([message.numel() for message in mine], 1)
         for (name, grad), part in zip(grads.items(), parts, strict=True):
