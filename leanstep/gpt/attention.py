@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -282,6 +282,23 @@ def _flex_attention():
 Plan = BandPlan | PackedPlan
 
 
+class PlanKey(NamedTuple):
+    """What a layer's plan depends on, besides the documents.
+
+    Args:
+        window: keys that a token sees before itself. paired: the layer has paired heads. head_dim: D.
+        compiled: the plan's shape depends on the number of tokens, the window and `longest_document`, not on
+            the documents: another batch needs no new graph.
+    """
+
+    window: int
+    paired: bool
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    compiled: bool = False
+
+
 class PlanCache:
     """LRU cache of plans by documents and window, limited to `max_bytes`.
 
@@ -296,57 +313,31 @@ class PlanCache:
         self.longest_document: int | None = None
         self._plans: OrderedDict[tuple, Plan] = OrderedDict()
 
-    def get(
-        self,
-        bounds: list[int],
-        window: int,
-        paired: bool,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        compiled: bool = False,
-    ) -> Plan:
-        """Return the plan for cumulative document lengths `bounds` in tokens.
-
-        compiled: the plan's shape depends on the number of tokens, the window and `longest_document`, not on
-            the documents: another batch needs no new graph.
-        """
-        key = (tuple(bounds), window, paired, head_dim, dtype, device, self.longest_document, compiled)
+    def get(self, bounds: list[int], layer: PlanKey) -> Plan:
+        """Return the plan for cumulative document lengths `bounds` in tokens."""
+        key = (tuple(bounds), layer, self.longest_document)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self.make(
-                bounds, window, paired, head_dim, dtype, device, compiled=compiled
-            )
+            plan = self._plans[key] = self.make(bounds, layer)
             while len(self._plans) > 1 and self.num_bytes > self.max_bytes:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         return plan
 
-    def make(
-        self,
-        bounds: list[int],
-        window: int,
-        paired: bool,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        compiled: bool = False,
-    ) -> Plan:
+    def make(self, bounds: list[int], layer: PlanKey) -> Plan:
         """Return a new plan; arguments of `get`."""
-        slots, longest = bounds, self.longest_document
-        if paired:
+        slots, longest, device = bounds, self.longest_document, layer.device
+        if layer.paired:
             slots, longest = [2 * b for b in bounds], None if longest is None else 2 * longest
         # A plan built during evaluation must also work in a training step.
         with torch.inference_mode(False):
-            flash = self._flash(dtype, device)
+            flash = self._flash(layer.dtype, device)
             if flash is not None:
-                return make_packed_plan(slots, window, longest, device, flash)
+                return make_packed_plan(slots, layer.window, longest, device, flash)
             if self.kind == "flex" or (self.kind == "auto" and device.type == "cuda"):
-                return make_flex_plan(slots, window, device)
-            allowed = min(longest or slots[-1], slots[-1]) if compiled else None
-            return make_plan(slots, window, head_dim, dtype, device, longest=allowed)
+                return make_flex_plan(slots, layer.window, device)
+            allowed = min(longest or slots[-1], slots[-1]) if layer.compiled else None
+            return make_plan(slots, layer.window, layer.head_dim, layer.dtype, device, longest=allowed)
 
     def _flash(self, dtype: torch.dtype, device: torch.device) -> Callable[..., Any] | None:
         if self.kind != "auto" or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -371,7 +362,7 @@ class FixedPlans:
     def __init__(self, source: PlanCache) -> None:
         self.source = source
         self._bounds: list[int] = []
-        self._plans: dict[tuple, Plan] = {}
+        self._plans: dict[PlanKey, Plan] = {}
 
     def load(self, bounds: list[int]) -> bool:
         """Write the plans of these documents into those in use.
@@ -381,31 +372,18 @@ class FixedPlans:
         if bounds == self._bounds:
             return True
         self._bounds = bounds
-        for (*key, compiled), plan in self._plans.items():
-            new: Any = self.source.get(bounds, *key, compiled=compiled)
+        for layer, plan in self._plans.items():
+            new: Any = self.source.get(bounds, layer)
             if not plan.overwrite(new):
                 self._plans.clear()
                 return False
         return True
 
-    def get(
-        self,
-        bounds: list[int],
-        window: int,
-        paired: bool,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        compiled: bool = False,
-    ) -> Plan:
+    def get(self, bounds: list[int], layer: PlanKey) -> Plan:
         """Return the plan of the documents of the last `load`, which are `bounds`."""
-        key = (window, paired, head_dim, dtype, device, compiled)
-        if key not in self._plans:
-            self._plans[key] = self.source.make(
-                bounds, window, paired, head_dim, dtype, device, compiled=compiled
-            )
-        return self._plans[key]
+        if layer not in self._plans:
+            self._plans[layer] = self.source.make(bounds, layer)
+        return self._plans[layer]
 
 
 def band_view(padded: Tensor, plan: BandPlan) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload, register
 from leanstep.cpu import find_compiler
-from leanstep.gpt.attention import BandPlan, PlanCache
+from leanstep.gpt.attention import BandPlan, PlanCache, PlanKey
 from leanstep.gpt.banks import BankedGPT, unbind_bank
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.model import GPT
@@ -277,7 +277,8 @@ def _bare_products(workload: Workload) -> Step:
     attention = []
     for layer in config.attention_layers:
         paired = layer in config.paired_layers
-        plan = plans.get(bounds, model.window_tokens(layer), paired, config.head_dim, dtype, device)
+        key = PlanKey(model.window_tokens(layer), paired, config.head_dim, dtype, device)
+        plan = plans.get(bounds, key)
         assert isinstance(plan, BandPlan)
         streams = heads // 2 if paired else heads
         shape = (plan.num_blocks, streams, plan.block, config.head_dim)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leanstep.gpt.attention import check_cu_seqlens
+from leanstep.gpt.attention import PlanKey, check_cu_seqlens
 from leanstep.gpt.banks import BankedGPT, bigram_hash, flag_starts, unbind_bank
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.layers import (
@@ -154,10 +154,8 @@ class GPT(BankedGPT):
         make_table = rotary.real_table if compiled else rotary.head_table
         plans, tables = {}, {}
         for layer, shape in self._shapes.items():
-            window = self.window_tokens(layer)
-            plans[layer] = self.plans.get(
-                bounds, window, shape.paired, shape.dim, dtype, device, compiled=compiled
-            )
+            key = PlanKey(self.window_tokens(layer), shape.paired, shape.dim, dtype, device, compiled)
+            plans[layer] = self.plans.get(bounds, key)
             tables[layer] = make_table(inputs.shape[0], shape.paired, dtype, device)
         starts = flag_starts(bounds, inputs.shape[0]) if self.config.respect_docs else None
         return _Setup(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leanstep.gpt.attention import check_cu_seqlens, rotate, windowed_attention
+from leanstep.gpt.attention import PlanKey, check_cu_seqlens, rotate, windowed_attention
 from leanstep.gpt.banks import BankedGPT, bigram_hash, flag_starts
 from leanstep.gpt.config import GPTConfig
 
@@ -108,7 +108,7 @@ class Attention(nn.Module):
             # Head h of token t: time slot 2t + h // (H/2) of stream h mod (H/2).
             q, k, v = (x.reshape(2 * length, heads // 2, dim) for x in (q, k, v))
         if self.core == "banded":
-            plan = model.plans.get(bounds, window, self.paired, dim, q.dtype, q.device)
+            plan = model.plans.get(bounds, PlanKey(window, self.paired, dim, q.dtype, q.device))
             y = windowed_attention(q, k, v, plan, scale)
         else:
             mask = dense_mask([2 * b for b in bounds] if self.paired else bounds, window).to(q.device)

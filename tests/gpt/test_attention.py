@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leanstep.gpt import GPT, GPTConfig, attention
 from leanstep.gpt.attention import (
     PlanCache,
+    PlanKey,
     Rotary,
     check_cu_seqlens,
     make_flex_plan,
@@ -263,13 +264,13 @@ def test_mask_allows_exactly_the_window():
 
 def test_plans_are_cached_and_bounded():
     cache = PlanCache(max_bytes=200_000)
-    first = cache.get([0, 300], 20, False, 16, torch.float32, torch.device("cpu"))
-    assert cache.get([0, 300], 20, False, 16, torch.float32, torch.device("cpu")) is first
+    first = cache.get([0, 300], PlanKey(20, False, 16, torch.float32, torch.device("cpu")))
+    assert cache.get([0, 300], PlanKey(20, False, 16, torch.float32, torch.device("cpu"))) is first
     for window in range(21, 40):
-        cache.get([0, 300], window, False, 16, torch.float32, torch.device("cpu"))
+        cache.get([0, 300], PlanKey(window, False, 16, torch.float32, torch.device("cpu")))
         assert cache.num_bytes <= 200_000
-    assert cache.get([0, 300], 20, False, 16, torch.float32, torch.device("cpu")) is not first
-    doubled = cache.get([0, 300], 20, True, 16, torch.float32, torch.device("cpu"))
+    assert cache.get([0, 300], PlanKey(20, False, 16, torch.float32, torch.device("cpu"))) is not first
+    doubled = cache.get([0, 300], PlanKey(20, True, 16, torch.float32, torch.device("cpu")))
     assert doubled.length == 600
 
 
@@ -279,12 +280,12 @@ def test_flex_plans_are_counted_and_dropped_too():
     # The block mask's own tensors and the document starts that its function reads.
     assert len(tensors) == 8 and one.num_bytes == sum(x.nbytes for x in tensors) + 300 * 4
     cache, device = PlanCache(max_bytes=3 * one.num_bytes, kind="flex"), torch.device("cpu")
-    first = cache.get([0, 300], 20, False, 16, torch.float32, device)
+    first = cache.get([0, 300], PlanKey(20, False, 16, torch.float32, device))
     for split in range(1, 30):
-        cache.get([0, split, 300], 20, False, 16, torch.float32, device)
+        cache.get([0, split, 300], PlanKey(20, False, 16, torch.float32, device))
         assert 0 < cache.num_bytes <= 3 * one.num_bytes
     assert len(cache._plans) == 3
-    assert cache.get([0, 300], 20, False, 16, torch.float32, device) is not first
+    assert cache.get([0, 300], PlanKey(20, False, 16, torch.float32, device)) is not first
 
 
 def test_bad_boundaries_are_named():

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from leanstep.gpt.attention import FixedPlans, PlanCache, make_flex_plan
+from leanstep.gpt.attention import FixedPlans, PlanCache, PlanKey, make_flex_plan
 from leanstep.muon import state as muon_state
 from leanstep.recipes import Cadence, captured, gpt, run
 from leanstep.recipes.captured import CapturedSteps, StepGraphs
@@ -253,15 +253,15 @@ def test_documents_beyond_the_table_need_a_new_one():
     source, device = PlanCache(), torch.device("cpu")
     source._flash = lambda dtype, device: packed_attention
     plans = FixedPlans(source)
-    layer = (16, False, 8, torch.float32, device)
+    layer = PlanKey(16, False, 8, torch.float32, device)
     few, many = list(range(0, 513, 8)), list(range(0, 513, 2))
-    plan = plans.get(few, *layer)
-    assert plans.load([0, 100, 512]) and plans.get([], *layer) is plan
+    plan = plans.get(few, layer)
+    assert plans.load([0, 100, 512]) and plans.get([], layer) is plan
     assert plan.cu_seqlens.tolist() == [0, 100] + [512] * 126
     assert not plans.load(many)
-    larger = plans.get(many, *layer)
+    larger = plans.get(many, layer)
     assert larger is not plan and larger.cu_seqlens.tolist() == many + [512] * (384 - len(many))
-    assert plans.load(few) and plans.get([], *layer) is larger
+    assert plans.load(few) and plans.get([], layer) is larger
     assert larger.cu_seqlens.tolist() == few + [512] * (384 - len(few))
 
 
