@@ -9,7 +9,7 @@ PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install 
 WORKERS := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt requirements-nodeps.txt
 
-.PHONY: demo test test-avx2 test-gpu test-pretend launched-kernels mutate-kernels fuzz-gpu-route bench lint docs dist clean
+.PHONY: demo test test-avx2 test-gpu test-pretend launched-kernels mutate-kernels bench museum lint docs dist clean
 
 demo: $(VENV)/.core
 	$(BIN)/leanstep demo
@@ -19,7 +19,7 @@ test: $(VENV)/.test
 
 # What depends on rounding, as on a processor without AVX-512 and without native bf16.
 AVX2   := ATEN_CPU_CAPABILITY=avx2 OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
-ROUNDS := tests/logprob tests/objectives tests/muon tests/lens tests/gpt tests/measure/test_parity.py
+ROUNDS := tests/heads tests/muon tests/lens tests/recipes/speedrun tests/benchmarks
 
 test-avx2: $(VENV)/.test
 	$(AVX2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(ROUNDS) $(PYTEST_ARGS)
@@ -34,7 +34,7 @@ test-gpu: $(VENV)/.test
 
 # The host half of test-gpu on a machine that only says it has a GPU: sync debugging, kernels that are not
 # interpreted, devices to choose from. Tests that need the device's memory are skipped.
-HOST := tests/diagnose tests/commands tests/muon/test_fused.py tests/on_device tests/test_pretended_cuda.py
+HOST := tests/diagnose tests/commands tests/on_device tests/test_pretended_cuda.py
 # Long runs of whole programs, which ask for no device.
 LONG := --ignore=tests/commands/test_demo.py --ignore=tests/diagnose/test_third_party.py
 
@@ -42,25 +42,32 @@ test-pretend: $(VENV)/.test
 	LEANSTEP_TEST_DEVICE=pretended OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(HOST) $(LONG) $(PYTEST_ARGS)
 
 # Checks of kernels that take too long for CI, see docs/kernels.md.
-SEEDS ?= 50
-
 launched-kernels: $(VENV)/.test
-	$(BIN)/python tools/launched_kernels.py
+	$(BIN)/python dev/launched_kernels.py
 
 mutate-kernels: $(VENV)/.test
-	$(BIN)/python tools/mutate_kernels.py
+	$(BIN)/python dev/mutate_kernels.py
 
-fuzz-gpu-route: $(VENV)/.test
-	LEANSTEP_FUZZ=$(SEEDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o timeout=0 tests/kernel_checks/test_gpu_route_fuzz.py
+# Real bugs of other projects: prove must name each one. It installs the versions that the exhibits need.
+museum: $(VENV)/.test
+	$(BIN)/python -m museum.run
+	$(BIN)/python -m museum.run --page docs/museum.md
 
-bench: $(VENV)/.core
-	$(BIN)/leanstep bench $(BENCH_ARGS)
+# The rows behind the README's table; OUT=DIR keeps them as JSON. Peers that are not installed are left out.
+DEVICE ?= cpu
+BENCH  := logprob_linear sft_step grpo_step muon_step
+
+bench: $(VENV)/.test
+	$(if $(OUT),mkdir -p $(OUT))
+	for name in $(BENCH); do \
+	  $(BIN)/python -m benchmarks.$$name --device $(DEVICE) $(if $(OUT),--json $(OUT)/$$name.json) || exit 1; \
+	done
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python tools/prose.py
+	$(BIN)/python dev/prose.py
 
 # The site in site/, from docs/, docstrings, rules and results; a broken link fails.
 docs: $(VENV)/.test
@@ -69,7 +76,7 @@ docs: $(VENV)/.test
 
 # Wheel and sdist in dist/, each installed into an empty environment and tried there.
 dist: $(VENV)/.test
-	PYTHON=$(BIN)/python tools/try_dist
+	PYTHON=$(BIN)/python dev/try_dist
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis leanstep-report build dist site *.egg-info

@@ -1,7 +1,7 @@
 """Find the waste in an LLM training step, replace it with an exact fast path, prove that nothing changed.
 
-Fast paths are in `leanstep.logprob`, `leanstep.objectives`, `leanstep.muon`, `leanstep.lens` and
-`leanstep.gpt`. `leanstep.diagnose` names the lines that waste time or memory, `leanstep.prove` compares the
+Fast paths are in `leanstep.heads`, `leanstep.muon` and `leanstep.lens`.
+`leanstep.diagnose` names the lines that waste time or memory, `leanstep.prove` compares the
 updates that scripts make, and `leanstep.update()` captures an update. `leanstep.model_logprobs` and
 `leanstep.masked_token_logprobs` score a padded batch. All of them are imported on first use, so that
 `import leanstep` is cheap.
@@ -12,13 +12,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.4.0.dev0"
 _FUNCTIONS = {
-    "masked_token_logprobs": "leanstep.logprob",
+    "masked_token_logprobs": "leanstep.heads",
     "model_logprobs": "leanstep.integrations.causal_lm",
     "update": "leanstep.prove",
 }
-__all__ = ["diagnose", "gpt", "lens", "logprob", "muon", "objectives", "prove", *_FUNCTIONS]
+__all__ = ["diagnose", "heads", "lens", "muon", "prove", *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`leanstep`: demo · diagnose · rules · fix · bench · prove · rehearse · train · kernels · gpu-report.
+"""`leanstep`: demo · diagnose · fix · bench · prove · rehearse.
 
 Exit codes: `leanstep.commands.EXIT_CODES`; bad input is 2, with one line and no traceback.
 The commands' bodies live in `leanstep/commands/`, one module each.
@@ -27,6 +27,7 @@ from leanstep.commands import BadInput, FellShort
 from leanstep.escape import printable
 from leanstep.extras import MissingExtra
 from leanstep.measure.busy import sleep_while_waiting
+from leanstep.script.children import Ended, received
 
 SUMMARY = (
     "Find the waste in an LLM training step, replace it with an exact fast path, "
@@ -47,29 +48,14 @@ COMMANDS = {
     "fix": ("leanstep.commands.fix", "fix"),
     "bench": ("leanstep.commands.bench", "bench"),
     "prove": ("leanstep.commands.prove", "prove"),
-    "train": ("leanstep.commands.train", "train"),
     "rehearse": ("leanstep.commands.rehearse", "rehearse"),
-    "rules": ("leanstep.commands.rules", "rules"),
-    "kernels": ("leanstep.commands.kernels", "kernels"),
-    "gpu-report": ("leanstep.commands.kernels", "gpu_report"),
 }
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HELP = {"help_option_names": ["-h", "--help"]}
 
 # typer >= 0.20 carries its own click: reach the exceptions through typer, so that either arrangement works.
 _CommandLineError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-
-
-# Commands whose scripts run in child processes. The others leave SIGTERM to the script, as Python does.
-RUN_CHILDREN = ("demo", "fix", "bench", "prove", "rehearse")
-
-
-class Ended(SystemExit):
-    """SIGTERM or SIGHUP came: `with` and `finally` blocks end the children and remove the folders."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.name = signal.Signals(number).name
 
 
 class _Interrupted(Exception):
@@ -86,7 +72,12 @@ class _LazyCommands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module, attribute = COMMANDS[cmd_name]
-        target: Any = getattr(importlib.import_module(module), attribute)
+        # Signals wait: numpy and torch swallow exceptions in their imports, or abort on them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            target: Any = getattr(importlib.import_module(module), attribute)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if isinstance(target, typer.Typer):
             command = typer.main.get_command(target)
         else:
@@ -170,9 +161,13 @@ def _hint(error: Any) -> str:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code."""
-    command = typer.main.get_command(app)
+    return run_command(typer.main.get_command(app), "leanstep", arguments)
+
+
+def run_command(command: Any, name: str, arguments: list[str] | None = None, **context: Any) -> int:
+    """Run a click command; errors of the user become one line and an exit code."""
     try:
-        result = command.main(args=arguments, prog_name="leanstep", standalone_mode=False)
+        result = command.main(args=arguments, prog_name=name, standalone_mode=False, **context)
         return result if isinstance(result, int) else 0
     except (BadInput, MissingExtra) as error:
         return _one_line(str(error), 2)
@@ -184,17 +179,25 @@ def run(arguments: list[str] | None = None) -> int:
             return 2
         return _one_line(error.format_message() + _hint(error), 2)
     except (_Interrupted, typer.Abort, KeyboardInterrupt):
-        return _one_line("interrupted", 130)
+        return _say_signal(signal.SIGINT)
     except Ended as error:
-        return _one_line(f"ended by {error.name}", 128 + getattr(signal, error.name))
+        return _say_signal(error.number)
     except typer.Exit as error:
         return error.exit_code
-    except OSError as error:
+    except Exception as error:
+        # An import that swallows the exception of a signal, as in numpy, fails later with its own.
+        if received:
+            return _say_signal(received[-1])
         # A full disk or a closed pipe behind what is printed, or a full folder for temporary files.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
             raise
         place = f" {error.filename}" if error.filename else " the output"
         return _one_line(f"cannot write{place}: {error.strerror}", 2)
+
+
+def _say_signal(number: int) -> int:
+    said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    return _one_line(said, 128 + number)
 
 
 def _one_line(message: str, code: int) -> int:
@@ -203,40 +206,25 @@ def _one_line(message: str, code: int) -> int:
     return code
 
 
-# Python drops an exception that is raised in here: destructors, what weak references call, and what logging
-# does around a fork.
-_DROPPING_FILES = ("weakref.py", "_weakrefset.py")
-_DROPPING_NAMES = ("__del__", "_acquireLock", "_releaseLock", "_after_at_fork_child_reinit_locks")
-_RETRY_S = 0.01
-_received: list[int] = []
+def _end(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by an exception, so that `with` and `finally` blocks run."""
+    received.append(number)
+    raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C, or a signal that ends. Where the exception would be printed and dropped: again in a moment."""
-    if number != signal.SIGALRM:
-        _received.append(number)
-    look: FrameType | None = frame
-    while look is not None:
-        if look.f_code.co_name in _DROPPING_NAMES or look.f_code.co_filename.endswith(_DROPPING_FILES):
-            signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
-            return
-        look = look.f_back
-    if _received[-1] == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise Ended(_received[-1])
+def _default_signals() -> None:
+    """In a fork: SIGTERM and SIGHUP end it as usual, unless the script handles them itself."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is _end:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def main() -> None:
-    # Not where the caller ignores Ctrl-C (a background job of a shell), nor where there is no such timer.
-    if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-        signal.signal(signal.SIGALRM, _interrupt)
-    if hasattr(signal, "setitimer") and sys.argv[1:2] and sys.argv[1] in RUN_CHILDREN:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            # nohup ignores SIGHUP, and that is meant.
-            if signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, _interrupt)
-                signal.signal(signal.SIGALRM, _interrupt)
+    for number in _SIGNALS:
+        # A caller that ignores one means it: nohup SIGHUP, a background job of a shell Ctrl-C.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _end)
+    os.register_at_fork(after_in_child=_default_signals)
     for stream in (sys.stdout, sys.stderr):
         # An output of few characters (ASCII, Latin-1) shows the others as escapes.
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():

@@ -18,12 +18,17 @@ What is typed on a command line replaces the value of the file.
 from __future__ import annotations
 
 import difflib
-import importlib
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from leanstep.files import BadInput
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # the same module
+    import tomli as tomllib
 
 FILE = "pyproject.toml"
 BUDGETS = ("host_reads", "op_storms", "peak_mib")
@@ -38,8 +43,8 @@ class Config:
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     fail_on: tuple[str, ...] = ()
-    # As `--threshold` takes them: id.name=value.
-    thresholds: tuple[str, ...] = ()
+    # Rule -> name -> value, as `Limits` takes them.
+    thresholds: dict[str, dict[str, float]] = field(default_factory=dict)
     device: str | None = None
     budgets: dict[str, float] = field(default_factory=dict)
 
@@ -56,16 +61,21 @@ def read_config(folder: Path | None = None) -> Config:
 
 def _read(path: Path) -> Config:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise BadInput(f"{path}: cannot be read: {reason}") from None
-    if "tool.leanstep" not in text:
-        return Config()
-    table = _parse(path, text).get("tool", {}).get("leanstep", {})
+        document: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"{path}: cannot be read: it is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        # Not only TOMLDecodeError: Python refuses numbers of thousands of digits and deep lists itself.
+        raise BadInput(f"{path}: not valid TOML: {error}") from None
+    tools = document.get("tool", {})
+    if not isinstance(tools, dict):
+        raise BadInput(f"{path}: [tool]: expected a table, got {tools!r}")
+    table = tools.get("leanstep", {})
     _check_keys(path, "[tool.leanstep]", table, KEYS)
     return Config(
-        path=path,
+        path=path if "leanstep" in tools else None,
         select=_rules(path, table, "select"),
         ignore=_rules(path, table, "ignore"),
         fail_on=_rules(path, table, "fail-on"),
@@ -73,20 +83,6 @@ def _read(path: Path) -> Config:
         device=_device(path, table.get("device")),
         budgets=_budgets(path, table.get("budgets", {})),
     )
-
-
-def _parse(path: Path, text: str) -> dict[str, Any]:
-    """tomllib came with Python 3.11; before, tomli is the same module."""
-    for name in ("tomllib", "tomli"):
-        try:
-            parser: Any = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        try:
-            return parser.loads(text)
-        except parser.TOMLDecodeError as error:
-            raise BadInput(f"{path}: not valid TOML: {error}") from None
-    raise BadInput(f"{path}: [tool.leanstep] needs Python 3.11 or newer, or: pip install tomli")
 
 
 def _check_keys(path: Path, table: str, values: Any, known: tuple[str, ...]) -> None:
@@ -109,29 +105,37 @@ def _rules(path: Path, table: dict[str, Any], key: str) -> tuple[str, ...]:
         return RULE_IDS
     for name in names:
         if name not in RULE_IDS:
-            raise BadInput(f"{path}: {key}: unknown rule {name!r}; `leanstep rules` lists them")
+            raise BadInput(
+                f"{path}: {key}: unknown rule {name!r}; `leanstep diagnose --explain all` lists them"
+            )
     return tuple(names)
 
 
-def _thresholds(path: Path, table: Any) -> tuple[str, ...]:
+def _thresholds(path: Path, table: Any) -> dict[str, dict[str, float]]:
     from leanstep.diagnose.step_records import DEFAULTS, Limits
 
     _check_keys(path, "[tool.leanstep.thresholds]", table, tuple(DEFAULTS))
-    texts = []
     for rule, values in table.items():
         if not isinstance(values, dict):
             raise BadInput(f"{path}: thresholds: expected {rule}.NAME = NUMBER, got {rule} = {values!r}")
-        texts += [f"{rule}.{name}={value}" for name, value in values.items()]
     try:
-        Limits.parse(texts)
+        Limits(table)
     except ValueError as error:
         raise BadInput(f"{path}: {error}") from None
-    return tuple(texts)
+    return table
 
 
 def _device(path: Path, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
+    from leanstep.rehearse.devices import devices_named
+
+    if value is None:
+        return None
+    if not isinstance(value, str):
         raise BadInput(f'{path}: device: expected a name such as "h100", got {value!r}')
+    try:
+        devices_named(value)
+    except ValueError as error:
+        raise BadInput(f"{path}: {error}") from None
     return value
 
 

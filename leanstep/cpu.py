@@ -1,29 +1,25 @@
-"""CPU tuning: one job per core, lazily allocated zeros, C++ built once per machine.
+"""CPU tuning: one job per core, C++ built once per machine.
 
 Jobs. Two threads on one matrix product synchronize after every call; two jobs with one thread each
 synchronize once, at the end. torch releases the GIL inside its operations, so Python threads are enough.
 
-Zeros. torch.zeros writes every page. Memory mapped from the system is already zero and uses only the pages
-that are written.
-
-C++. A source file is compiled on first use, in a second or two. The library is stored in the user's cache,
-named after source, compiler, flags and processor, next to its sha256. A damaged file, or one that another
-user could have written, is never loaded. With `LEANSTEP_NATIVE=0`, or without a compiler, every path uses
-torch.
+C++. A source file is compiled on first use, in a second or two, into a private folder of the user's cache,
+under a name made from source, flags, compiler and processor. With `LEANSTEP_NATIVE=0`, without a compiler or
+without such a folder, every path uses torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
-import mmap
 import os
 import platform
 import shutil
+import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -84,15 +80,6 @@ class _OneThreadEach:
 _one_thread_each = _OneThreadEach()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_one_thread_each.forget)
-
-
-def one_thread_each() -> contextlib.AbstractContextManager[None]:
-    """Limit torch to one thread per operation inside this block.
-
-    Use it around several calls of `run_on_cores`: a thread that torch uses for an operation between them
-    spins for milliseconds afterwards (libgomp), on a core that the next call needs.
-    """
-    return _one_thread_each.block()
 
 
 def end_idle_threads() -> None:
@@ -187,58 +174,8 @@ def cpu_bfloat16_speedup() -> float:
 
 
 def cache_folder() -> Path:
-    """Return the folder of leanstep's per-machine cache: `LEANSTEP_CACHE`, or the user's cache.
-
-    If that is not writable, a private folder in the temporary directory.
-    """
-    override = os.environ.get("LEANSTEP_CACHE")
-    if override:
-        return Path(override)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "leanstep"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanstep"
-    return folder if can_write(folder) else _temporary_cache()
-
-
-def can_write(folder: Path) -> bool:
-    """Return whether this user can create or write the folder, judged by the nearest existing parent."""
-    # os.access: Path.exists raises if a parent folder is not accessible.
-    while not os.access(folder, os.F_OK) and folder != folder.parent:
-        folder = folder.parent
-    return os.access(folder, os.W_OK)
-
-
-@functools.cache
-def _temporary_cache() -> Path:
-    shared = Path(tempfile.gettempdir()) / f"leanstep-cache-{os.getuid()}"
-    with contextlib.suppress(OSError):
-        shared.mkdir(mode=0o700, exist_ok=True)
-        if not shared.is_symlink() and _is_private(shared) and os.access(shared, os.W_OK):
-            return shared
-    return Path(tempfile.mkdtemp(prefix="leanstep-cache-"))
-
-
-# Below this size torch's allocator reuses pages that it already has.
-LAZY_BYTES = 4 << 20
-
-
-def sparse_zeros(like: Tensor) -> Tensor:
-    """Return contiguous zeros of the same shape, of which only a few will be written.
-
-    Equivalent to:
-        zeros = torch.zeros_like(like, memory_format=torch.contiguous_format)
-
-    On a CPU, large tensors use pages that the system allocates at the first write: a [V, D] gradient with a
-    hundredth of its rows written costs about a hundredth. While a profiler or dispatch mode is active, torch
-    allocates the tensor, so that its bytes are counted.
-    """
-    num_bytes = like.numel() * like.element_size()
-    plain = like.device.type != "cpu" or not has_memory(like) or is_watched()
-    if plain or num_bytes < LAZY_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.zeros_like(like, memory_format=torch.contiguous_format)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # The tensor references the mapping, which is unmapped when the tensor is freed.
-    return torch.frombuffer(pages, dtype=like.dtype).view(like.shape)
+    """Return the folder of leanstep's cache, which may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanstep"
 
 
 BASE_FLAGS = (
@@ -290,93 +227,76 @@ def _load(source: Path, declare: Callable[[ctypes.CDLL], None] | None) -> ctypes
     return library
 
 
-def build_library(source: Path, flag_sets: Sequence[Sequence[str]] | None = None) -> Path:
+def build_library(
+    source: Path, flag_sets: Sequence[Sequence[str]] | None = None, folder: Path | None = None
+) -> Path:
     """Build or reuse the shared library for this source, these flags, this compiler and this processor.
 
     Args:
         source: a C++ file.
         flag_sets: compiler arguments after the source; the first set that compiles is used. None: fast
             arithmetic for this processor.
+        folder: where it is built. None: a private folder of the user's cache.
 
-    Raises OSError with a one-line message if the build fails. If the cache is not writable, or if others can
-    write it, a private temporary folder is used instead.
+    Raises OSError with a one-line message if that fails; it has an `errno` if the folder is the reason.
     """
     compiler = find_compiler()
     if compiler is None:
         raise OSError("no C++ compiler (c++, g++ or clang++) found")
     commands = [[*BASE_FLAGS, *extra] for extra in FLAG_SETS] if flag_sets is None else list(flag_sets)
     # Machines may share a home folder: code for one processor must not be loaded on another.
-    content = f"{source.read_text(encoding='utf-8')}{compiler}{commands}{_processor()}"
+    content = f"{source.read_text(encoding='utf-8')}{commands}{_version(compiler)}{_processor()}"
     name = f"{source.parent.name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
-    # A subfolder: a group of users may share the cache itself.
+    target = (folder or _private_folder()) / name
+    if not target.exists():
+        _compile(compiler, source, commands, target)
+    return target
+
+
+def _private_folder() -> Path:
+    """Return the folder for libraries: this user owns it and no other user may write it."""
     folder = cache_folder() / "native"
-    target = folder / name
-    if _is_intact(target):
-        return target
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if not _is_private(folder):
-            raise PermissionError(f"{folder} can be written by others")
-        return _compile(compiler, source, commands, target)
-    except PermissionError:
-        private = _temporary_cache() / name
-        return private if _is_intact(private) else _compile(compiler, source, commands, private)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if not hasattr(os, "getuid") or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EACCES, "expected a folder that only this user can write", str(folder))
+    return folder
 
 
-def _compile(compiler: str, source: Path, commands: Sequence[Sequence[str]], target: Path) -> Path:
+def _compile(compiler: str, source: Path, commands: Sequence[Sequence[str]], target: Path) -> None:
     said = ""
     for flags in commands:
-        handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
-        os.close(handle)
-        built = Path(name)
+        handle, name = tempfile.mkstemp(suffix=".part", dir=target.parent)
         try:
+            os.close(handle)
             # Libraries must follow the file that needs them; the position of other flags does not matter.
-            command = [compiler, str(source), "-o", name, *flags]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                built.chmod(0o700)
-                _write_digest(built, target)
-                built.replace(target)
-                return target
+            code, said = _run([compiler, str(source), "-o", name, *flags])
+            if code == 0:
+                Path(name).replace(target)
+                return
         finally:
-            built.unlink(missing_ok=True)
-        said = (done.stderr.strip().splitlines() or ["no message"])[0]
-    raise OSError(f"{compiler} failed: {said}")
+            Path(name).unlink(missing_ok=True)
+    raise OSError(f"{compiler} failed: {(said.strip().splitlines() or ['no message'])[0]}")
 
 
-def _digest_of(library: Path) -> Path:
-    return library.with_suffix(".sha256")
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Run a compiler; return its exit code and its messages. An exception ends it with its own processes."""
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            said = process.communicate()[1]
+        except BaseException:
+            # A compiler removes its temporary files on SIGTERM.
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+    return process.returncode, said
 
 
-def _write_digest(built: Path, target: Path) -> None:
-    """Write the digest before the library: a library without a matching digest is rebuilt, not loaded."""
-    handle, name = tempfile.mkstemp(suffix=".sha256", dir=target.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(hashlib.sha256(built.read_bytes()).hexdigest())
-    Path(name).replace(_digest_of(target))
-
-
-def _is_intact(library: Path) -> bool:
-    """Return whether the file is byte for byte the one that was built and only this user can change it.
-
-    A truncated library loads, but its first use ends the process with a bus error.
-    """
-    try:
-        if not (_is_private(library) and _is_private(library.parent)):
-            return False
-        expected = _digest_of(library).read_text()
-        return hashlib.sha256(library.read_bytes()).hexdigest() == expected
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _is_private(path: Path) -> bool:
-    """Return whether this user (or root) owns the path and no other user may write it; True on Windows."""
-    if not hasattr(os, "getuid"):
-        return True
-    status = path.stat()
-    return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
+def _version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return compiler + done.stdout
 
 
 def _processor() -> str:

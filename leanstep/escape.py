@@ -46,17 +46,6 @@ def fold(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def for_markdown(text: str) -> str:
-    """Escape text for a table cell or a paragraph: no HTML, no new cell, no new line."""
-    text = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return text.replace("|", "\\|").replace("`", "\\`")
-
-
-def code_for_markdown(text: str) -> str:
-    """Return a code span that its content cannot end; HTML inside a code span is displayed literally."""
-    return "`" + printable(text).replace("`", "'").replace("|", "\\|") + "`"
-
-
 def for_workflow(text: str, property: bool = False) -> str:
     """Escape the message of a GitHub workflow command, or one of its properties."""
     text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

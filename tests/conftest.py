@@ -43,7 +43,7 @@ settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Two workers on two cores: more threads only spin. tools/matrix tries 2 and 4.
+    # Two workers on two cores: more threads only spin. dev/matrix tries 2 and 4.
     torch.set_num_threads(int(os.environ.get("LEANSTEP_TEST_THREADS", "1")))
     if TEST_DEVICE != "cpu" and not torch.cuda.is_available():
         raise pytest.UsageError(
@@ -109,7 +109,7 @@ def exact_interpreter() -> Iterator[None]:
     if TEST_DEVICE != "cpu" or importlib.util.find_spec("triton") is None:
         yield
         return
-    from leanstep.kernel_checks.bfloat16 import exact_bfloat16
+    from dev.kernel_checks.bfloat16 import exact_bfloat16
 
     with exact_bfloat16():
         yield
@@ -127,18 +127,3 @@ def device() -> torch.device:
 def run_ranks():
     """run_ranks(world_size, function, *args, timeout=60): gloo ranks; a hang fails instead of hanging."""
     return _run_ranks
-
-
-@pytest.fixture
-def available_case():
-    """available_case(name): the registered case; a test whose case needs an absent package is skipped."""
-    from leanstep.case import get_case
-
-    def find(name):
-        case = get_case(name)
-        missing = case.reference.missing(case.params("tiny"))
-        if missing is not None:
-            pytest.skip(f"{name}: {missing}")
-        return case
-
-    return find

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from leanstep import config
 from leanstep.cli import run
 from leanstep.diagnose.step_records import RULE_IDS
 from leanstep.files import BadInput
-
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
 
 READS = """
 import torch
@@ -42,7 +39,7 @@ def test_every_setting_is_read(tmp_path: Path):
     assert (read.select, read.ignore, read.fail_on) == (("host-sync",), ("float64",), RULE_IDS)
     assert (read.device, read.thresholds, read.budgets) == (
         "a100",
-        ("op-storm.repeats=64",),
+        {"op-storm": {"repeats": 64}},
         {"host_reads": 3},
     )
 
@@ -67,6 +64,7 @@ def test_the_nearest_file_counts(tmp_path: Path):
         ("thresholds = 3", "[tool.leanstep.thresholds]: expected a table, got 3"),
         ("[tool.leanstep.thresholds]\nop-storm = 3", "expected op-storm.NAME = NUMBER"),
         ("[tool.leanstep.thresholds]\nop-storm.repeat = 3", "op-storm has no 'repeat'"),
+        ('[tool.leanstep.thresholds]\nop-storm.repeats = "x"', "op-storm.repeats: expected a number >= 0"),
         ("[tool.leanstep.budgets]\nhost_read = 3", "unknown key 'host_read'; did you mean 'host_reads'?"),
         ("[tool.leanstep.budgets]\nhost_reads = -1", "host_reads: expected a number >= 0, got -1"),
         ("select = [", "not valid TOML"),
@@ -77,6 +75,42 @@ def test_a_mistake_gets_one_line(tmp_path: Path, text: str, message: str):
     with pytest.raises(BadInput) as caught:
         config.read_config(tmp_path)
     assert message in str(caught.value) and str(tmp_path / "pyproject.toml") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[tool]\nleanstep = {ignore = ["float64"]}',
+        'tool.leanstep.ignore = ["float64"]',
+        '[ tool . leanstep ]\nignore = ["float64"]',
+        '[tool."leanstep"]\nignore = ["float64"]',
+        '[tool]\nleanstep.ignore = ["float64"]',
+        '[tool."lean\\u0073tep"]\nignore = ["float64"]',
+        '[tool.leanstep]\r\nignore = ["float64"]',
+    ],
+)
+def test_every_valid_spelling_is_read(tmp_path: Path, text: str):
+    assert config.read_config(write(tmp_path, text + "\n")).ignore == ("float64",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tool = 3", "[tool]: expected a table, got 3"),
+        ("tool = [1]", "[tool]: expected a table, got [1]"),
+        ("[[tool.leanstep]]\nignore = []", "[tool.leanstep]: expected a table"),
+        ('[tool]\nleanstep = "on"', "[tool.leanstep]: expected a table, got 'on'"),
+        ("[tool.leanstep.budgets]\nhost_reads = 1" + "0" * 5000, "not valid TOML"),
+        ("[tool.leanstep]\nignore = " + "[" * 3000 + "]" * 3000, "not valid TOML"),
+        ('[tool.leanstep]\ndevice = "nope"', "device: expected one of v100"),
+    ],
+)
+def test_a_wrong_type_ends_the_command_in_one_line(tmp_path: Path, monkeypatch, capsys, text: str, message):
+    monkeypatch.chdir(write(tmp_path, text + "\n"))
+    (tmp_path / "train.py").write_text(READS, encoding="utf-8")
+    assert run(["diagnose", "train.py"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("leanstep: ") and message in line
 
 
 def test_diagnose_takes_its_rules_from_the_file_and_the_command_line_wins(
@@ -102,7 +136,7 @@ def test_rehearse_takes_its_device_from_the_file(tmp_path: Path, monkeypatch, ca
     monkeypatch.chdir(write(tmp_path, '[tool.leanstep]\ndevice = "h1000"\n'))
     (tmp_path / "train.py").write_text(READS, encoding="utf-8")
     assert run(["rehearse", "train.py"]) == 2
-    assert "--device: " in capsys.readouterr().err
+    assert "device: expected one of" in capsys.readouterr().err
 
 
 def test_budgets_of_tests_come_from_the_file(tmp_path: Path, monkeypatch):

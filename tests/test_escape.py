@@ -1,8 +1,8 @@
-"""Untrusted text appears on a terminal, in Markdown and in a runner's log only as text."""
+"""Untrusted text appears on a terminal and in a runner's log only as text."""
 
 from __future__ import annotations
 
-from leanstep.escape import code_for_markdown, for_markdown, for_terminal, for_workflow, printable
+from leanstep.escape import for_terminal, for_workflow, printable
 
 
 def test_control_and_formatting_characters_become_escapes():
@@ -15,11 +15,6 @@ def test_a_line_of_a_terminal_is_no_workflow_command():
         for_terminal("  ::error::x\n\tfine :: here\n##[error]x")
         == "  \\::error::x\n\tfine :: here\n\\##[error]x"
     )
-
-
-def test_markdown_holds_no_html_and_no_new_cell():
-    assert for_markdown("<b>|`x`\n") == "&lt;b&gt;\\|\\`x\\`\\n"
-    assert code_for_markdown("`|<b>\n") == "`'\\|<b>\\n`"
 
 
 def test_a_workflow_command_ends_where_it_should():

@@ -39,13 +39,10 @@ print(json.dumps(results))
 """
 LINES = {
     "fix train.py": 'leanstep: fix needs libcst: pip install "leanstep[fix]"',
-    "train gpt --steps 1": 'leanstep: train needs numpy and safetensors: pip install "leanstep[train]"',
     "diagnose train.py --html page.html": "leanstep: the report page needs jinja2: "
     'pip install "leanstep[report]"',
-    "prove before.py after.py --html page.html": "leanstep: the report page needs jinja2: "
-    'pip install "leanstep[report]"',
     "diagnose --trace trace.json": 'leanstep: --trace needs numpy: pip install "leanstep[trace]"',
-    "demo --only lens": 'leanstep: the example lens needs numpy: pip install "leanstep[train]"',
+    "prove before.py after.py --drift": 'leanstep: --drift needs scipy: pip install "leanstep[stats]"',
 }
 
 
@@ -55,7 +52,7 @@ def without_extras(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[
     for name in ("train", "before", "after"):
         (folder / f"{name}.py").write_text(TRAIN, encoding="utf-8")
     (folder / "trace.json").write_text("{}", encoding="utf-8")
-    lines = [*LINES, "bench lens-loss", "diagnose train.py --steps 1"]
+    lines = [*LINES, "diagnose train.py --steps 1"]
     done = subprocess.run(
         [sys.executable, "-c", RUN, json.dumps([line.split() for line in lines])],
         capture_output=True, text=True, cwd=folder, timeout=300,
@@ -69,12 +66,6 @@ def without_extras(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[
 def test_a_command_names_the_extra_it_needs_and_exits_2(without_extras, line: str):
     code, _, errors = without_extras[line]
     assert (code, errors.strip().splitlines()) == (2, [LINES[line]])
-
-
-def test_a_case_that_was_not_loaded_is_explained(without_extras):
-    code, _, errors = without_extras["bench lens-loss"]
-    assert code == 2 and len(errors.strip().splitlines()) == 1
-    assert 'not loaded: leanstep.lens needs numpy: pip install "leanstep[train]"' in errors
 
 
 def test_diagnose_works_on_the_core(without_extras):
@@ -101,8 +92,8 @@ def requirements() -> dict[str, list[str]]:
     return {name: re.findall(r'"([\w-]+)', items) for name, items in lists.items()}
 
 
-def test_the_core_has_three_direct_dependencies():
-    assert requirements()[""] == ["torch", "typer", "rich"]
+def test_the_core_has_three_direct_dependencies_and_one_on_python_3_10():
+    assert requirements()[""] == ["torch", "typer", "rich", "tomli"]
 
 
 def test_every_required_module_is_in_the_extra_that_is_named():
@@ -111,7 +102,7 @@ def test_every_required_module_is_in_the_extra_that_is_named():
     for path in (ROOT / "leanstep").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         calls += re.findall(r'\brequire\("[^"]+", "(\w+)", ("[\w", ]+)\)', text)
-    assert len(calls) >= 8
+    assert len(calls) >= 5
     for extra, modules in calls:
         assert set(re.findall(r"\w+", modules)) <= set(known[extra]), (extra, modules)
     extras = ("report", "fix", "train", "trace", "stats")

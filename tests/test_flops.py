@@ -49,7 +49,7 @@ def test_diagnose_and_rehearse_count_the_same_model_flops(autocast):
         watch.step()
     diagnosed = step_flops(watch.steps)
     recording = run_script(SCRIPT, *(["autocast"] if autocast else [])).recording
-    timing = what_if.last_step(recording, DEVICES["h100"])
+    timing = what_if.update_step(recording, DEVICES["h100"])
     assert timing is not None
     assert timing.flops == diagnosed
     expected = expected_flops(program)

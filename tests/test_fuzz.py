@@ -1,4 +1,4 @@
-"""A short, seeded run of tools/fuzz.py: no public loss and no step of NorMuon breaks the fp64 rule."""
+"""A short, seeded run of dev/fuzz.py: no public loss and no step of NorMuon breaks the fp64 rule."""
 
 from __future__ import annotations
 

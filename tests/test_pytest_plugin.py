@@ -96,6 +96,11 @@ def test_allowed_line(leanstep):
         model(x).sum().item()  # leanstep: ignore[host-sync]
 
 
+def test_allowed_in_a_string(leanstep):
+    with leanstep.budget(host_reads=0):
+        print(model(x).sum().item(), "# leanstep: ignore[host-sync]")
+
+
 def test_storm(leanstep):
     with leanstep.budget(op_storms=0):
         total = 0.0
@@ -174,7 +179,7 @@ def test_nothing_stays_behind():
     assert threading.getprofile() is None and not torch.autograd._profiler_enabled()
 """
     )
-    result.assert_outcomes(passed=6, failed=12)
+    result.assert_outcomes(passed=6, failed=13)
     result.stdout.fnmatch_lines(
         [
             "leanstep.budget: host_reads 1, at most 0",

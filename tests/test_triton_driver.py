@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from leanstep import triton_driver
-from leanstep.lens import lens_objective
-from leanstep.logprob.engine import passes
+from leanstep.heads import passes
 from leanstep.muon import transpose
 
 pytest.importorskip("triton")
@@ -19,15 +18,12 @@ pytest.importorskip("triton")
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """A machine with a GPU, an empty Triton cache and no cached result of `can_launch`."""
-    cached = (triton_driver.can_launch, passes._triton, passes.row_kernels, transpose.triton_kernels)
-    for function in cached:
-        function.cache_clear()
+    triton_driver.can_launch.cache_clear()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield
-    for function in cached:
-        function.cache_clear()
+    triton_driver.can_launch.cache_clear()
 
 
 def without_a_compiler(monkeypatch, tmp_path):
@@ -45,14 +41,10 @@ def without_headers(monkeypatch, tmp_path):
 @pytest.mark.parametrize("lack", [without_a_compiler, without_headers])
 def test_torch_takes_over_with_one_warning(lack, fresh, monkeypatch, tmp_path):
     lack(monkeypatch, tmp_path)
-    on_gpu = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
+    on_gpu = types.SimpleNamespace(is_cuda=True, is_meta=False, device=torch.device("cuda:0"))
     with pytest.warns(RuntimeWarning, match="expected a C compiler and Python's headers") as said:
-        assert passes.kernels_for(on_gpu, torch.float32, 1 << 30) is None
-        assert not passes.launches_triton(on_gpu)
-        assert passes.row_kernels() is None
-        assert transpose.choose_transpose(on_gpu) == "stock"
+        assert passes.passes_for(on_gpu, torch.float32, 1 << 30) is passes.TORCH
         assert transpose.triton_kernels() is None
-        assert lens_objective._kernels(on_gpu) is None
     assert len(said) == 1
 
 
@@ -63,7 +55,6 @@ def test_a_driver_that_starts_is_used(fresh, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert triton_driver.can_launch()
-        assert passes._triton() is not None
 
 
 def test_without_a_gpu_nothing_is_built(fresh, monkeypatch, tmp_path):

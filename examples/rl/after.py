@@ -3,7 +3,7 @@
 import torch
 from policy import DEVICE, LENGTH, RESPONSE, Policy, Rollouts, make_batch
 
-from leanstep.logprob import linear_logprobs, plan_rows
+from leanstep.heads import linear_logprobs, plan_rows
 
 TEMPERATURE, CLIP, ENTROPY_BONUS = 0.8, 0.2, 0.01
 

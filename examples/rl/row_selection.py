@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 
 import torch
 
 from leanstep.measure.peaks import measure_peak
-from leanstep.recipes.grpo import build
+from recipes.grpo.train import GPT, Settings, policy_loss, roll_out
 
 
 def main(rounds: int = 7) -> None:
-    recipe = build("tiny", seed=0)
-    for i in range(5):
-        recipe.step(i)
-    rollout = recipe.roll_out()
+    torch.manual_seed(0)
+    settings = Settings()
+    model = GPT(settings)
+    rollout = roll_out(model, model, settings, torch.Generator().manual_seed(0))
 
     def update(select: str) -> dict[str, torch.Tensor]:
-        metrics = recipe.loss_and_gradients(rollout, select)
-        result = {f"grad{i}": p.grad for i, p in enumerate(recipe.model.parameters()) if p.grad is not None}
-        recipe.optimizer.zero_grad()
-        return {"loss": metrics["loss"], **result}
+        loss, _ = policy_loss(model, rollout, replace(settings, select=select))
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        return {"loss": loss.detach(), **{f"grad{i}": grad for i, grad in enumerate(grads)}}
 
     times: dict[str, list[float]] = {"all": [], "response": []}
     for _ in range(rounds):
@@ -39,7 +39,7 @@ def main(rounds: int = 7) -> None:
     )
 
     plan = rollout.plan
-    print(f"{plan.T_local} rows, {plan.num_rows} of them scored; vocabulary {recipe.task.vocab}")
+    print(f"{plan.T_local} rows, {plan.num_rows} of them scored; vocabulary {settings.vocab}")
     for select, seconds in times.items():
         print(
             f"{select:>9}: {statistics.median(seconds) * 1e3:7.1f} ms  peak {peaks[select] / 2**20:7.1f} MiB"

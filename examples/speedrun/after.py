@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from text import VOCAB, make_batch
 from torch import Tensor, nn
 
-from leanstep.gpt import unbind_bank
-from leanstep.muon import NorMuon, split_params
+from leanstep.muon import NorMuon, split_params, unbind_bank
 
 LAYERS, WIDTH, HEADS = 32, 128, 4
 

@@ -25,24 +25,12 @@ from leanstep.extras import MissingExtra
 PAGE_BYTES = 2 * 2**20
 # Updates that are proven; the scripts make five.
 STEPS = 2
-# Peers whose import or compilation alone takes longer than the whole demo may; `leanstep bench` runs them.
-HEAVY_PEERS = ("cut-cross-entropy", "verl-fused", "verl-fused-rows", "liger-chunked", "trl-chunked")
-# What the page compares with peers and the limit: case, size, parameters that keep it short, rows left out.
-COMPARED: tuple[tuple[str, str, dict[str, Any], tuple[str, ...]], ...] = (
-    ("lens-loss", "cpu", {"samples": 3, "tokens": 256}, ()),
-    ("logprob-linear", "cpu", {"tokens": 512, "hidden": 512, "vocab": 8000}, HEAVY_PEERS),
-    ("polar", "square", {}, ("addmm-bf16", "leanstep-bf16", "leanstep-restart")),
-)
-SWEPT = (1.0, 0.25, 0.1)
+# Seconds of timing per example.
+BUDGET_S = 8.0
 
 
 def demo(
     out: Annotated[str, typer.Option(metavar="DIR", help="Where to write index.html.")] = "leanstep-report",
-    only: Annotated[str | None, typer.Option(help="Only these examples: lens,rl,speedrun.")] = None,
-    peers: Annotated[
-        bool, typer.Option(help="Also compare cases with peers, the limit and a 141 GB device.")
-    ] = True,
-    budget: Annotated[float, typer.Option(help="Seconds of timing per example.")] = 8.0,
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")
     ] = None,
@@ -52,45 +40,30 @@ def demo(
     Example: leanstep demo --out report
     """
     from leanstep.commands.example import EXAMPLES, compare, readable_examples
-    from leanstep.commands.terminal import split_list
     from leanstep.report.page import check_installed
 
-    names = split_list(only, "--only") or ()
-    for name in names:
-        if name not in {e.name for e in EXAMPLES}:
-            raise BadInput(f"--only: no example {name!r}; there are {', '.join(e.name for e in EXAMPLES)}")
-    if budget <= 0:
-        raise BadInput(f"--budget: expected seconds above 0, got {budget}")
     check_writable(json, "--json")
     page = _page_path(out)
     examples = readable_examples(page.parent)
 
     screen = console(json)
-    # Asked for by name, an example that cannot run is an error; else it is left out, and so is the page.
-    chosen = [e for e in EXAMPLES if (e.name in names or not names) and (names or _runs(e.require, screen))]
-    for example in chosen:
-        example.require()
+    chosen = [example for example in EXAMPLES if _runs(example.require, screen)]
     writes_page = _runs(check_installed, screen)
     started = time.perf_counter()
     board = Board(chosen, screen)
     results: list[dict[str, Any]] = []
-    sections: dict[str, Any] = {}
     with board, _interrupt_in_one_line():
         for example in board.examples:
             result = compare(
                 example,
                 examples,
                 steps=STEPS,
-                budget_s=budget,
+                budget_s=BUDGET_S,
                 report=lambda what, name=example.name: board.show(name, what),
             )
             results.append(result)
             board.finish(result)
-        foreseen: list[str] = []
-        if peers:
-            sections = _compare_cases(board)
-            predicted, foreseen = _rehearse(board, examples)
-            sections |= predicted
+        sections, foreseen = _rehearse(board, examples)
     seconds = time.perf_counter() - started
     payload = _payload(results, seconds)
     screen.print(closing_table(results))
@@ -158,59 +131,16 @@ def _write_page(page: Path, payload: dict[str, Any], sections: dict[str, Any]) -
     add_sections(page, {"demo": payload, **sections})
 
 
-def _compare_cases(board: Board) -> dict[str, Any]:
-    """Cases against peers and the limit, and the response-fraction sweep."""
-    from leanstep.case import all_cases
-    from leanstep.measure.side_by_side import run_bench
-
-    results = []
-    known = all_cases()
-    for name, size, overrides, left_out in COMPARED:
-        if name not in known:
-            continue
-        case = known[name]
-        rows = tuple(i.name for i in case.implementations if i.name not in left_out)
-        board.show("peers", f"{name} against peers and the limit")
-        results.append(run_bench(case, size, overrides=overrides, only=rows, budget_s=2.0).to_json())
-        if name == "logprob-linear":
-            for fraction in SWEPT:
-                board.show("peers", f"{name} with {fraction:g} of the rows kept")
-                swept = {"response_frac": fraction, **overrides}
-                few = ("leanstep", "gather-after", "limit")
-                results.append(run_bench(case, size, overrides=swept, only=few, budget_s=1.0).to_json())
-    return {"bench": {"results": results}}
-
-
 def _rehearse(board: Board, examples: Path) -> tuple[dict[str, Any], list[str]]:
-    """The RL example on an H100 and what fits at the seed's size, predicted; why not, where it cannot run."""
+    """The RL example on an H100, predicted; why not, where it cannot run."""
     from leanstep.commands.rehearse import rehearse_example
 
-    board.show("peers", "rehearsal on a simulated H100")
+    board.show("rehearse", "rehearsal on a simulated H100")
     try:
         section, lines = rehearse_example(examples)
-        return {"rehearse": section, "sweep": sweep_at_published_size()}, lines
+        return {"rehearse": section}, lines
     except BadInput as error:
         return {"rehearse": {"runs": []}}, [f"no rehearsal: {error}"]
-
-
-def sweep_at_published_size() -> dict[str, Any]:
-    """Predicted peaks of the published out-of-memory case against the device it ran on."""
-    from leanstep.commands.sweep import rehearse_sweep, typed_sweep
-    from leanstep.rehearse.devices import device_named
-    from leanstep.rehearse.events import Request
-
-    settings = {"tokens": 205_280, "vocab": 76_032, "hidden": 2_560, "chunk": 1024, "dtype": "fp32"}
-    request = Request("logprob-linear", case=True, device="h200", steps=2, settings=settings)
-    fractions = "response_frac=" + ",".join(f"{fraction:g}" for fraction in SWEPT)
-    return {
-        **rehearse_sweep(
-            typed_sweep(request, [fractions], [device_named("h200")], "reference,slime-gather,leanstep", 0.0)
-        ),
-        "title": "Predicted peak of the published out-of-memory case",
-        "summary": "205,280 tokens, vocabulary 76,032, width 2,560, fp32: log-probs, entropy, gradients on "
-        "an H200 of 141 GB. One buffer of logits alone is 58.1 GiB. Predicted by `leanstep rehearse "
-        "logprob-linear --sweep response_frac=…`.",
-    }
 
 
 class Board:
@@ -265,8 +195,8 @@ class Board:
                 headline(self.results[example.name]) if done else Text(self.now[1] if active else "", "dim")
             )
             table.add_row(mark, Text(example.name, "bold" if active else ""), line, "")
-        if self.now[0] == "peers":
-            table.add_row(Text("▸", "bold"), Text("peers", "bold"), Text(self.now[1], "dim"), "")
+        if self.now[0] == "rehearse":
+            table.add_row(Text("▸", "bold"), Text("rehearse", "bold"), Text(self.now[1], "dim"), "")
         return table
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json as json_text
 import sys
-from contextlib import redirect_stdout
+import threading
+import traceback
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from leanstep.commands import BadInput
 from leanstep.commands.terminal import (
-    MarkdownOption,
-    add_markdown,
     check_writable,
     console,
     print_text,
+    progress_line,
     write_json,
 )
 from leanstep.config import Config, read_config
@@ -27,6 +29,7 @@ from leanstep.diagnose.step_records import RULE_IDS, Finding, Limits
 from leanstep.diagnose.watch import Watch
 from leanstep.escape import for_terminal
 from leanstep.files import write_text
+from leanstep.script.lines import USER, judge_code
 from leanstep.script.run import Outcome, Program, Stop, is_first_rank, run_script
 
 _SCRIPT = Annotated[
@@ -54,34 +57,20 @@ _BASELINE = Annotated[str | None, typer.Option("--baseline", help="Known finding
 _WRITE = Annotated[bool, typer.Option("--write-baseline", help="Write the findings to the --baseline file.")]
 _ANNOTATE = Annotated[bool, typer.Option("--annotations", help="Print one ::warning line per finding.")]
 _EXPLAIN = Annotated[
-    str | None, typer.Option("--explain", metavar="N|RULE", help="Print entry N, or a rule, in full.")
+    str | None,
+    typer.Option("--explain", metavar="all|RULE|N", help="List all rules; print a rule or entry N in full."),
 ]
 _ALL = Annotated[bool, typer.Option("--all", help="Show small findings as well.")]
-_LIMIT = Annotated[
-    list[str] | None,
-    typer.Option("--threshold", metavar="ID.NAME=N", help="id.name=value, such as op-storm.repeats=64."),
-]
-_RUN_ON = Annotated[bool, typer.Option("--run-on", help="Let the script run to its end after the recording.")]
 _SELECT = Annotated[
     str | None, typer.Option("--select", metavar="RULES", help=f"Only these: {', '.join(RULE_IDS)}.")
 ]
 _IGNORE = Annotated[str | None, typer.Option("--ignore", metavar="RULES", help="Not these.")]
-_ON = Annotated[
-    str | None, typer.Option("--on", help="Predict each finding's gain on this device, such as h100.")
+_DEVICE = Annotated[
+    str | None,
+    typer.Option("--device", help="Predict each finding's gain on this simulated GPU, such as h100."),
 ]
 _TRACE = Annotated[
-    str | None,
-    typer.Option("--trace", metavar="FILE", help="Judge this torch.profiler trace; a second one: compare."),
-]
-
-_SOURCE = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--source",
-        metavar="DIR",
-        help="With --trace: show source lines of this folder too (besides the working directory's and the "
-        "trace's own).",
-    ),
+    str | None, typer.Option("--trace", metavar="FILE", help="Judge this torch.profiler trace.")
 ]
 
 
@@ -138,21 +127,19 @@ class _Files:
     json: str | None
     html: str | None
     sarif: str | None
-    markdown: str | None
 
     def check(self) -> None:
-        for option in ("json", "html", "sarif", "markdown"):
+        for option in ("json", "html", "sarif"):
             check_writable(getattr(self, option), f"--{option}")
 
-    def write(self, report: dict[str, Any], findings: list[Finding], title: str) -> None:
-        from leanstep.diagnose.outputs.sarif import as_markdown, as_sarif
+    def write(self, report: dict[str, Any], findings: list[Finding]) -> None:
+        from leanstep.diagnose.outputs.sarif import as_sarif
 
         write_json(report, self.json)
         if self.html is not None:
             _write_html(self.html, report, findings)
         if self.sarif is not None:
             write_json(as_sarif(findings), self.sarif)
-        add_markdown(as_markdown(findings, title), self.markdown)
 
 
 def diagnose(
@@ -164,20 +151,16 @@ def diagnose(
     json: _JSON = None,
     html: _HTML = None,
     sarif: _SARIF = None,
-    markdown: MarkdownOption = None,
     fail_on: _FAIL = None,
     baseline: _BASELINE = None,
     write_baseline: _WRITE = False,
     annotations: _ANNOTATE = False,
     explain: _EXPLAIN = None,
     show_all: _ALL = False,
-    threshold: _LIMIT = None,
-    run_on: _RUN_ON = False,
     select: _SELECT = None,
     ignore: _IGNORE = None,
-    on: _ON = None,
+    device: _DEVICE = None,
     trace: _TRACE = None,
-    source: _SOURCE = None,
 ) -> None:
     """Name the lines that waste a training step: run SCRIPT, record a few steps, rank what they cost, stop.
 
@@ -185,44 +168,33 @@ def diagnose(
 
     Examples: leanstep diagnose train.py --steps 3 -- --batch-size 8
 
-    leanstep diagnose diff before.json after.json --threshold 0.1 (exit 1: a finding is new or has grown)
+    leanstep diagnose --trace trace.json.gz
 
-    leanstep diagnose --trace trace.json.gz; leanstep diagnose --trace before.json after.json (exit 1: slower)
+    leanstep diagnose --explain all
     """
-    if _is_rule_alone(explain, script or module or trace):
-        _say(rule_list.as_markdown(str(explain)).rstrip("\n"), json)
+    if explain in ("all", *RULE_IDS) and not (script or module or trace):
+        _explain_rules(str(explain), json)
         return
-    if script == "diff" and not Path(script).exists():
-        raise typer.Exit(_diff(args or [], threshold or [], json))
+    entry = _entry_number(explain)
     if trace is not None:
-        running = {
-            "-m": module, "--on": on, "--run-on": run_on, "--steps": steps != 3, "--warmup": warmup != 1,
-        }  # fmt: skip
-        judging = {
-            "--html": html, "--sarif": sarif, "--markdown": markdown, "--fail-on": fail_on,
-            "--baseline": baseline, "--annotations": annotations, "--explain": explain, "--select": select,
-            "--ignore": ignore,
-        }  # fmt: skip
-        _check_trace_options(running, judging, [trace, *([script] if script else []), *(args or [])])
-        if script is not None:
-            raise typer.Exit(_compare_traces(trace, script, threshold or [], show_all, json))
-    elif source:
-        raise BadInput("--source: expected --trace beside it")
+        _check_trace_options(
+            trace, {"SCRIPT": script, "-m": module, "--device": device, "--steps": steps != 3,
+                    "--warmup": warmup != 1},
+        )  # fmt: skip
     program, arguments = (Program(trace), []) if trace else _program(script, args or [], module)
     config = read_config()
     rules = _Rules.parse(fail_on, select, ignore, config)
-    limits = _checked("--threshold", Limits.parse, [*config.thresholds, *(threshold or [])])
-    entry = _entry_number(explain)
+    limits = Limits(config.thresholds)
     known = _Baseline(baseline, write_baseline)
     known.check()
-    files = _Files(json, html, sarif, markdown)
+    files = _Files(json, html, sarif)
     files.check()
-    device = _device(on, program)
+    simulated = _device(device, program)
 
     if trace is not None:
-        watch, outcome = _read_trace(trace, limits, source or []), Outcome()
+        watch, outcome = _read_trace(trace, limits), Outcome()
     else:
-        watch = Watch(steps, warmup, limits, timed_warmup=True, on_done=None if run_on else _raise_stop)
+        watch = Watch(steps, warmup, limits, timed_warmup=True, on_done=_raise_stop)
         outcome = _run(program, arguments, watch, json)
     if not is_first_rank():
         raise typer.Exit(outcome.code)
@@ -235,11 +207,11 @@ def diagnose(
     if annotations:
         for line in screen.annotation_lines(findings):
             console(json).print(line, markup=False, highlight=False, soft_wrap=True)
-    if device is not None:
+    if simulated is not None:
         from leanstep.commands.on_device import add_gains
 
-        _say("\n" + add_gains(report, findings, program, arguments, device), json)
-    files.write(report, findings, str(program))
+        _say("\n" + add_gains(report, findings, program, arguments, simulated), json)
+    files.write(report, findings)
     raise typer.Exit(_exit_code(outcome, watch, findings, rules.fail_on))
 
 
@@ -252,41 +224,19 @@ def _program(script: str | None, args: list[str], module: str | None) -> tuple[P
     return Program.find(script), args
 
 
-def _read_trace(path: str, limits: Limits, folders: list[str]) -> Any:
+def _read_trace(path: str, limits: Limits) -> Any:
     from leanstep.diagnose.traces.trace_report import TraceRun
 
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise BadInput(f"--source: no such folder: {folder}")
-    sources = tuple(Path(folder) for folder in folders)
-    return _checked("--trace", lambda file: TraceRun(file, limits, sources), path)
+    return _checked("--trace", lambda file: TraceRun(file, limits), path)
 
 
-def _check_trace_options(running: dict[str, Any], judging: dict[str, Any], traces: list[str]) -> None:
-    """A trace is a run that is over, and a comparison has no findings: refuse what would do nothing."""
-    if len(traces) > 2:
-        raise BadInput(f"--trace: expected one trace, or two to compare, got {len(traces)}")
-    for option, value in running.items():
+def _check_trace_options(trace: str, unused: dict[str, Any]) -> None:
+    """A trace is a run that is over: refuse what would do nothing."""
+    for option, value in unused.items():
         if value:
             raise BadInput(f"{option}: does not fit --trace, which runs no script")
-    for path in traces:
-        if path.endswith(".py"):
-            raise BadInput(f"--trace: expected trace.json or trace.json.gz of torch.profiler, got {path}")
-    for option, value in judging.items():
-        if value and len(traces) == 2:
-            raise BadInput(f"{option}: does not fit two traces; --json, --threshold and --all do")
-
-
-def _compare_traces(before: str, after: str, threshold: list[str], show_all: bool, json: str | None) -> int:
-    from leanstep.diagnose.traces import trace_compare
-
-    check_writable(json, "--json")
-    allowed = _share(threshold, trace_compare.THRESHOLD)
-    tables = [_checked("--trace", trace_compare.read_table, path) for path in (before, after)]
-    comparison = _checked("--trace", lambda pair: trace_compare.compare(pair[0], pair[1], allowed), tables)
-    _say(comparison.text(show_all), json)
-    write_json(comparison.as_dict(), json)
-    return 1 if comparison.is_worse else 0
+    if trace.endswith(".py"):
+        raise BadInput(f"--trace: expected trace.json or trace.json.gz of torch.profiler, got {trace}")
 
 
 def _device(name: str | None, program: Program) -> Any:
@@ -294,14 +244,16 @@ def _device(name: str | None, program: Program) -> Any:
         return None
     from leanstep.rehearse.answers import fake_device
     from leanstep.rehearse.devices import device_named
+    from leanstep.script.children import temporary_folder
 
-    device = _checked("--on", device_named, name)
+    device = _checked("--device", device_named, name)
     if program.module:
-        raise BadInput("--on: expected a script; a rehearsal takes no -m")
+        raise BadInput("--device: expected a script; a rehearsal takes no -m")
     try:
-        fake_device.library()  # now, not after the diagnosis
+        with temporary_folder() as folder:
+            fake_device.library(folder)  # now, not after the diagnosis
     except fake_device.RehearsalError as error:
-        raise BadInput(f"--on: {error}") from None
+        raise BadInput(f"--device: {error}") from None
     return device
 
 
@@ -317,11 +269,25 @@ def _raise_stop() -> None:
 
 
 def _run(program: Program, args: list[str], watch: Watch, json: str | None) -> Outcome:
-    if json != "-":
+    # With --json - standard output belongs to the JSON object: what the script prints goes to standard error.
+    redirected = redirect_stdout(sys.stderr) if json == "-" else nullcontext()
+    with redirected, progress_line("diagnose", lambda: _progress(watch)):
         return run_script(program, args, watch)
-    # Standard output belongs to the JSON object: what the script prints goes to standard error.
-    with redirect_stdout(sys.stderr):
-        return run_script(program, args, watch)
+
+
+def _progress(watch: Watch) -> str:
+    """What is shown while the script runs: how far the recording is, or where the script is without one."""
+    if watch.steps:
+        return f"{len(watch.steps)} of {watch.num_steps} steps recorded"
+    if watch.warmup_done:
+        return f"warm-up, {watch.warmup_done} of {watch.num_warmup} steps"
+    frames = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    where = next(
+        (f"{Path(file).name}:{number}" for file, number in
+         ((frame.f_code.co_filename, number) for frame, number in frames) if judge_code(file, "") & USER),
+        None,
+    )  # fmt: skip
+    return f"no step yet{f', at {where}' if where else ''}; Ctrl-C shows what was seen"
 
 
 def _say(text: str, json: str | None) -> None:
@@ -337,22 +303,35 @@ def _show(
     width = max(target.width, 60) if target.is_terminal else min(target.width, screen.WIDTH)
     text = screen.screen(
         watch, findings, str(program), silenced=silenced, show_all=show_all, width=width,
-        exception=outcome.exception,
+        exception=outcome.exception, code=outcome.code,
     )  # fmt: skip
     _say(text, json)
 
 
-def _is_rule_alone(explain: str | None, target: str | None) -> bool:
-    return explain in RULE_IDS and target is None
+def _explain_rules(name: str, json: str | None) -> None:
+    """Print one rule in full, or the list of all."""
+    check_writable(json, "--json")
+    target = console(json)
+    if name != "all":
+        print_text(target, rule_list.as_markdown(name).rstrip("\n"))
+    else:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("rule", "fires when", "do"):
+            table.add_column(column, no_wrap=column == "rule")
+        for entry in map(rule_list.as_dict, RULE_IDS):
+            table.add_row(entry["rule"], entry["fires_when"], entry["short_fix"])
+        target.print(table, markup=False)
+    names = RULE_IDS if name == "all" else (name,)
+    write_json({"rules": [rule_list.as_dict(rule) for rule in names]}, json)
 
 
 def _entry_number(text: str | None) -> int | None:
-    """The number of --explain; a rule needs no script."""
+    """The number of --explain; rules need no script."""
     if text is None or (text.isdecimal() and int(text) > 0):
         return None if text is None else int(text)
-    if text in RULE_IDS:
-        raise BadInput(f"--explain: {text} is a rule: leanstep diagnose --explain {text}, without a script")
-    raise BadInput(f"--explain: expected the number of an entry or a rule, got {text!r}")
+    if text in ("all", *RULE_IDS):
+        raise BadInput(f"--explain: {text} needs no script: leanstep diagnose --explain {text}")
+    raise BadInput(f"--explain: expected all, a rule or the number of an entry, got {text!r}")
 
 
 def _explain(findings: list[Finding], number: int, json: str | None) -> None:
@@ -363,33 +342,6 @@ def _explain(findings: list[Finding], number: int, json: str | None) -> None:
     if number > len(entries):
         raise BadInput(f"--explain: expected 1 to {len(entries)}, got {number}")
     _say("\n" + screen.explain(entries[number - 1]), json)
-
-
-def _diff(paths: list[str], threshold: list[str], json: str | None) -> int:
-    from leanstep.diagnose.outputs import report_diff
-
-    if len(paths) != 2:
-        raise BadInput(f"diff: expected two reports of --json, got {len(paths)}")
-    allowed = _share(threshold, report_diff.THRESHOLD)
-    before, after = (_checked("diff", report_diff.read_report, path) for path in paths)
-    changes = report_diff.compare(before, after, allowed)
-    for change in changes:
-        _say(str(change), json)
-    if not changes:
-        console(json).print("No finding is new, gone, grown or shrunk.", markup=False)
-    write_json({"threshold": allowed, "changes": [change.as_dict() for change in changes]}, json)
-    return 1 if report_diff.is_worse(changes) else 0
-
-
-def _share(threshold: list[str], default: float) -> float:
-    """The last --threshold of a comparison."""
-    try:
-        allowed = float(threshold[-1]) if threshold else default
-    except ValueError:
-        allowed = -1.0
-    if not allowed >= 0:
-        raise BadInput(f"--threshold: expected a share such as 0.1, got {threshold[-1]!r}")
-    return allowed
 
 
 def _write_html(path: str, report: dict[str, Any], findings: list[Finding]) -> None:

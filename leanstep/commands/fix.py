@@ -24,31 +24,33 @@ from leanstep.units import ratio, seconds
 def fix(
     script: Annotated[str, typer.Argument(help="The training script, or a folder with a train.py.")],
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
-    rule: Annotated[
-        str | None, typer.Option("--rule", metavar="RULES", help="Only repairs of these rules: ids, or any.")
+    select: Annotated[
+        str | None,
+        typer.Option("--select", metavar="RULES", help="Only repairs of these rules: ids, or any."),
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Apply what is offered.")] = False,
     budget: Annotated[
         float,
-        typer.Option("--budget", help="Seconds for everything; what is not through by then is left alone."),
+        typer.Option("--budget", help="Time limit in seconds; repairs not verified by then are skipped."),
     ] = 600.0,
     json: JsonOption = None,
 ) -> None:
     """Apply mechanical fixes: prints a diff, and the proof and measurement of each; --write applies them.
 
     A repair is tried on a copy. It is offered when its finding is gone, the update is the same (as
-    leanstep prove says it) and a step is not slower. Whatever else the file holds stays as it is.
+    leanstep prove says it) and a step is not slower. The rest of the file is not modified. What is printed
+    or logged is not compared. Files outside the script's project are never written.
 
-    Example: leanstep fix train.py --rule unbatched-optimizer -- --batch-size 8
+    Example: leanstep fix train.py --select unbatched-optimizer -- --batch-size 8
     """
     from leanstep.diagnose.outputs.gate import parse_rules
     from leanstep.script.run import Program
 
     path = Program.find(script).file
     try:
-        rules = parse_rules(rule) if rule is not None else ()
+        rules = parse_rules(select) if select is not None else ()
     except ValueError as error:
-        raise BadInput(f"--rule: {error}") from None
+        raise BadInput(f"--select: {error}") from None
     if budget <= 0:
         raise BadInput(f"--budget: expected seconds above 0, got {budget}")
     check_writable(json, "--json")
@@ -81,6 +83,7 @@ def fix(
 
 
 def _fix_lines(fixes: Any, write: bool) -> list[str]:
+    from leanstep.fix.offers import NOT_PROVEN, PROVEN
     from leanstep.script.lines import short_path
 
     lines = []
@@ -99,8 +102,11 @@ def _fix_lines(fixes: Any, write: bool) -> list[str]:
     for finding, why in fixes.refused:
         lines.append(f"left alone: {finding.rule}  {_where(finding)}: {why}")
     if not fixes.offers:
-        lines.append("Nothing to repair mechanically.")
+        lines.append(
+            "Nothing to repair mechanically." if fixes.refused else "No findings: nothing to repair."
+        )
     else:
+        lines += [f"The proof covers {PROVEN}.", f"It does not cover {NOT_PROVEN}."]
         files = ", ".join(short_path(str(path)) for path in fixes.changed)
         lines.append(f"Applied to {files}." if write else f"--write applies this to {files}.")
     return lines

@@ -1,4 +1,4 @@
-"""`leanstep diagnose --on h100`: what removing each finding would gain on that device, predicted.
+"""`leanstep diagnose --device h100`: what removing each finding would gain on that device, predicted.
 
 The script is rehearsed once; a finding's gain is the step replayed without its waste, on its line. "0%: the
 device is the bottleneck" is an answer: the host had time to spare, and the finding can wait.
@@ -128,12 +128,12 @@ def transform_for(finding: Data, recording: Recording, file: str) -> what_if.Tra
 
 def gains(findings: Sequence[Data], files: Sequence[str], recording: Recording, device: Device) -> Data:
     """Per finding: milliseconds and share of the step that it costs on the device, and why."""
-    now = what_if.last_step(recording, device)
+    now = what_if.update_step(recording, device)
     if now is None:
         reason = (
             recording.refused.reason if recording.refused is not None else "fewer than two steps were seen"
         )
-        raise BadInput(f"--on: no step could be predicted: {reason}")
+        raise BadInput(f"--device: no step could be predicted: {reason}")
     entries = []
     for finding, file in zip(findings, files, strict=True):
         entry: Data = {"gain_ms": None, "gain_share": None, "why": ""}
@@ -148,7 +148,7 @@ def gains(findings: Sequence[Data], files: Sequence[str], recording: Recording, 
                 entry["gain_bytes"] = memory.allocated - least
                 entry["why"] = f"{gib(entry['gain_bytes'])} of {gib(memory.allocated)} peak"
         else:
-            then = what_if.last_step_seconds(recording, device, transform)
+            then = what_if.update_seconds(recording, device, transform)
             saved = max(0.0, now.step_s - then) if then is not None else 0.0
             entry["gain_ms"], entry["gain_share"] = saved * 1e3, saved / now.step_s
             if saved < 0.005 * now.step_s:
@@ -191,10 +191,10 @@ def add_gains(
     try:
         recording = rehearse(Request(program.name, tuple(args), device=device.key), quiet=True)
     except RehearsalError as error:
-        raise BadInput(f"--on: {error}") from None
+        raise BadInput(f"--device: {error}") from None
     if not any(isinstance(event, Launch) and event.kernels for event in recording.events):
         raise BadInput(
-            f"--on: {program} launched nothing on the device: does it ask torch.cuda.is_available()?"
+            f"--device: {program} launched nothing on the device: does it ask torch.cuda.is_available()?"
         )
     report["on"] = gains(report["findings"], [f.line.file for f in findings], recording, device)
     return text(report["on"], report["findings"])

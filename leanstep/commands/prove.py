@@ -1,79 +1,75 @@
-"""`leanstep prove`: compare fast paths with fp64, and the updates that your scripts make.
+"""`leanstep prove`: compare the parameter updates that scripts make, or two functions.
 
-leanstep prove CASE...                        registered cases; --drift trains pairs of runs
-leanstep prove before.py after.py             do two scripts make the same update?
-leanstep prove train.py --same A --same B     does the update depend on how the batch is split?
-leanstep prove train.py --invariant           does a row depend on the rest of the batch?
+leanstep prove before.py after.py               do two scripts make the same update?
+leanstep prove heads.py:plain heads.py:fused    do two functions compute the same outputs and gradients?
+leanstep prove train.py --args A --args B       does the update depend on these arguments?
+leanstep prove train.py --splits                does the update depend on how the batch is split?
+leanstep prove train.py --with P==1 --with P==2 does the update depend on the version of a package?
+leanstep prove train.py --invariant             does a row depend on the rest of the batch?
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
+from rich.console import Group
 
 from leanstep import units
-from leanstep.case import Case
 from leanstep.commands import BadInput, FellShort
 from leanstep.commands.terminal import (
-    HtmlOption,
     JsonOption,
-    MarkdownOption,
-    Outputs,
-    SandboxOption,
-    case_names,
-    check_implementations,
+    check_writable,
     console,
-    enter_sandbox,
-    kept_for_json,
-    parse_device,
-    parse_dtypes,
     parse_ranks,
     progress_bar,
-    select_cases,
-    split_list,
     split_scripts,
     write_json,
 )
+from leanstep.extras import require
 
 # Steps of training runs under --drift, and updates of a script that are compared.
 DRIFT_STEPS, SCRIPT_STEPS = 60, 2
 
 
 def prove(
-    context: typer.Context,
-    cases: Annotated[
-        list[str] | None,
+    scripts: Annotated[
+        list[str],
         typer.Argument(
-            metavar="[CASE]... | BEFORE.py AFTER.py [-- ARGS]",
-            help="Two scripts that should make the same update, or cases to prove (all by default): "
-            f"{', '.join(case_names())}.",
+            metavar="BEFORE.py [AFTER.py] [-- ARGS]",
+            help="Scripts that should make the same update, or two functions as FILE.py:NAME.",
         ),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="fp64,fp32,fp16,bf16; each case's own by default.")
-    ] = None,
-    impl: Annotated[
-        str | None, typer.Option(help="Only these implementations; every fast path by default.")
-    ] = None,
+    ],
     drift: Annotated[
         bool, typer.Option("--drift", help="Also train pairs of runs and test the loss for a shift.")
     ] = False,
-    runs: Annotated[int, typer.Option(help="Paired runs per variant under --drift.")] = 8,
+    runs: Annotated[int, typer.Option(help="Paired runs under --drift.")] = 8,
     steps: Annotated[
         int | None, typer.Option(help="Updates that are compared (2); under --drift, steps per run (60).")
     ] = None,
-    same: Annotated[
+    args: Annotated[
         list[str] | None,
         typer.Option(
-            "--same",
+            "--args",
             metavar="ARGS",
-            help="Script arguments for one split of the batch; pass --same at least twice.",
+            help="Script arguments of one run: a split of the batch or a value of a flag; at least twice.",
+        ),
+    ] = None,
+    splits: Annotated[
+        bool,
+        typer.Option("--splits", help="Find the batch-size and accumulation arguments and choose splits."),
+    ] = False,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="REQUIREMENT",
+            help="Install this for the runs only; pass --with twice to compare two versions with one script.",
         ),
     ] = None,
     invariant: Annotated[
@@ -86,238 +82,149 @@ def prove(
     ranks: Annotated[
         str | None,
         typer.Option(
-            "--ranks", metavar="N,N", help="Processes, as torchrun starts them; several with --same."
+            "--ranks", metavar="N,N", help="Processes, as torchrun starts them; several with --args."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda[:N].")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where two functions run.")] = "cpu",
     json: JsonOption = None,
-    html: HtmlOption = None,
-    markdown: MarkdownOption = None,
-    sandbox: SandboxOption = False,
 ) -> None:
-    """Show that a fast path, or a changed script, is no further from the fp64 truth than the code before it.
+    """Show that a changed script makes the same parameter updates, no further from fp64 than before.
 
-    Scripts run for real, several times: the files that they write are written, unless --sandbox is given.
+    Scripts run for real, several times: the files that they write are written.
 
     Example: leanstep prove before.py after.py --steps 3 -- --batch-size 8
     """
-    scripts, script_args = split_scripts(cases)
+    from leanstep.prove.functions import prove_function_files, split_function
+    from leanstep.prove.invariance import prove_invariance
+    from leanstep.prove.overlay import overlay
+    from leanstep.prove.script_jobs import Job
+    from leanstep.prove.splits import choose_splits
+    from leanstep.report.updates import functions_lines, invariance_lines
+    from leanstep.script.children import temporary_folder
+
+    check_writable(json, "--json")
     if steps is not None and steps < 1:
         raise BadInput(f"--steps: expected at least 1, got {steps}")
-    if sandbox:
-        if not scripts:
-            raise BadInput("--sandbox: expected scripts beside it; cases write no files")
-        json, html, markdown, *scripts = enter_sandbox(context, [json, html, markdown], scripts)
-    outputs = Outputs(json, html, markdown)
-    if invariant:
-        _prove_invariant(scripts, script_args, outputs)
-        return
+    functions = [word for word in scripts[:2] if split_function(word)]
+    named, argv = ([], []) if functions else split_scripts(scripts)
+    if functions and (len(functions) != 2 or len(scripts) != 2):
+        raise BadInput(
+            f"prove: expected two functions, FILE.py:BEFORE FILE.py:AFTER, got {' '.join(scripts)}"
+        )
+    if not functions and not named:
+        raise BadInput(f"prove: expected a script, got {scripts[0]}")
+    if device != "cpu" and not functions:
+        raise BadInput(f"--device: only for two functions, got {device} with {named[0]}")
+    if len(with_ or []) > 2 or (len(with_ or []) == 2 and (args or splits or invariant or len(named) != 1)):
+        raise BadInput("--with: two versions are compared with one script; otherwise expected one --with")
     counts = parse_ranks(ranks)
-    if len(scripts) == 2 and not same:
+    with temporary_folder("leanstep-with-") as folder:
+        paths = [overlay(words, folder / str(number)) for number, words in enumerate(with_ or [])]
+        paths = [(*sys.path[:1], *path, *sys.path[1:]) for path in paths]
+        path = paths[0] if paths else ()
+        if functions:
+            out = console(json)
+            with progress_bar(out, "prove", plain_lines=True) as report:
+                report(" and ".join(functions), 0.0)
+                proof: Any = prove_function_files(*functions, device=device, path=path, fork=True)
+            _finish(proof, functions_lines, json)
+            return
+        jobs = [Job(script, tuple(argv), steps or SCRIPT_STEPS, path=path) for script in named]
+        if invariant:
+            if len(named) != 1:
+                raise BadInput(f"--invariant: expected one script, got {len(named)}")
+            with progress_bar(console(json), "prove", plain_lines=True) as report:
+                report("each row in other batches", 0.0)
+                proof = prove_invariance(jobs[0], fork=True)
+            _finish(proof, invariance_lines, json)
+            return
+        if splits:
+            args, argv = choose_splits(named[0], argv)
+        if args or (ranks and len(named) == 1 and len(paths) < 2):
+            if len(named) != 1:
+                raise BadInput(f"--args, --splits, --ranks: expected one script, got {len(named)}")
+            own = [tuple(shlex.split(words)) for words in args or [""]]
+            runs_ = [replace(jobs[0], argv=(*words, *argv), ranks=count) for words in own for count in counts]
+            if len(runs_) < 2:
+                raise BadInput(
+                    "--args: expected at least two runs to compare; pass --args twice, or --ranks 1,2"
+                )
+            _prove_cuts(runs_, json)
+            return
+        if len(paths) == 2:
+            jobs = [
+                replace(jobs[0], path=path, name=words)
+                for path, words in zip(paths, with_ or [], strict=True)
+            ]
+        if len(jobs) != 2:
+            raise BadInput(
+                f"prove: one script, {named[0]}; expected a second one to compare with, "
+                "--args, --splits, --with twice or --invariant"
+            )
         if len(counts) > 1:
             raise BadInput(f"--ranks: expected one number of processes with two scripts, got {ranks!r}")
+        if drift:
+            require("--drift", "stats", "scipy")
         if drift and runs < 2:
             raise BadInput(f"--runs: expected at least 2 paired runs, got {runs}")
-        sizes = _PairSizes(steps or SCRIPT_STEPS, counts[0])
+        before, after = (replace(job, ranks=counts[0]) for job in jobs)
         if drift:
-            sizes = _PairSizes(SCRIPT_STEPS, counts[0], drift_runs=runs, drift_steps=steps or DRIFT_STEPS)
-        _prove_pair(scripts, script_args, sizes, outputs)
-        return
-    if same or ranks:
-        _prove_cuts(scripts, script_args, same or [""], counts, outputs)
-        return
-    if scripts:
-        raise BadInput(
-            f"prove: one script, {scripts[0]}; expected a second one to compare with, --same or --invariant"
-        )
-    if runs < 2:
-        raise BadInput(f"--runs: expected at least 2 paired runs, got {runs}")
-    proof = _CaseProof(
-        cases=select_cases(cases),
-        implementations=split_list(impl, "--impl"),
-        dtypes=parse_dtypes(dtype),
-        device=parse_device(device),
-        drift_runs=runs if drift else 0,
-        drift_steps=steps or DRIFT_STEPS,
-    )
-    _prove_cases(proof, json, html)
+            before, after = (replace(job, steps=SCRIPT_STEPS) for job in (before, after))
+        _prove_pair(before, after, (runs, steps or DRIFT_STEPS) if drift else None, json)
 
 
-@dataclass(frozen=True)
-class _CaseProof:
-    """Registered cases to prove. drift_runs: pairs of training runs for each; 0: no drift."""
-
-    cases: list[Case]
-    implementations: tuple[str, ...] | None
-    dtypes: tuple[torch.dtype, ...] | None
-    device: torch.device
-    drift_runs: int
-    drift_steps: int
-
-    def check(self) -> None:
-        check_implementations(self.cases, self.implementations)
-        if self.drift_runs and not self.with_training():
-            names = ", ".join(case.name for case in self.cases)
-            raise BadInput(f"--drift: none of {names} has a training run to compare")
-
-    def with_training(self) -> list[Case]:
-        return [case for case in self.cases if case.drift is not None]
-
-
-def _prove_cases(proof: _CaseProof, json: str | None, html: str | None) -> None:
+def _finish(proof: Any, lines: Callable[[dict[str, Any]], Group], json: str | None) -> None:
+    """Print and write a proof; raise what makes the exit code."""
     from leanstep.measure.timing import environment
-    from leanstep.report.tables import drift_table, prove_table
 
-    proof.check()
-    out = console(json)
-    rows = _parity_rows(proof, out, json)
-    out.print(prove_table(rows))
-    result = {**environment(proof.device), "rows": rows}
-    if proof.drift_runs:
-        result["drift"] = _drift_rows(proof, out, json)
-        out.print(drift_table(result["drift"]))
-    write_json(result, json)
-    if html:
-        from leanstep.report.page import add_section
-
-        add_section(html, "prove", result)
-    if not rows:
-        raise BadInput("prove: nothing to prove for this choice of cases and implementations")
-    failed = [row for row in [*rows, *result.get("drift", [])] if not row["ok"]]
-    if failed:
-        first = failed[0]
-        what = first.get("tensor", "drift of the loss")
-        raise FellShort(f"prove: {len(failed)} checks failed, first {first['case']}/{first['impl']} {what}")
+    result = proof.to_json()
+    console(json).print(lines(result))
+    write_json({**environment(), **result}, json)
+    if proof.problem is not None:
+        raise BadInput(f"prove: {proof.problem}")
+    if not proof.ok:
+        raise FellShort(f"prove: {proof.sentence()}")
 
 
-def _parity_rows(proof: _CaseProof, out: Console, json: str | None) -> list[dict[str, Any]]:
-    """Each tensor of each fast path against fp64."""
-    from leanstep.measure.parity import prove_case
-
-    rows = []
-    with progress_bar(out, "prove", plain_lines=True) as report, kept_for_json(json):
-        for index, case in enumerate(proof.cases):
-            report(case.name, index / len(proof.cases))
-            rows += prove_case(
-                case, dtypes=proof.dtypes, implementations=proof.implementations, device=proof.device
-            )
-    return [row.to_json() for row in rows]
-
-
-def _drift_rows(proof: _CaseProof, out: Console, json: str | None) -> list[dict[str, Any]]:
-    """Losses of paired training runs, tested for a shift."""
-    from leanstep.measure.drift import run_drift
-
-    rows = []
-    for case in proof.with_training():
-        with progress_bar(out, f"drift {case.name}", plain_lines=True) as report, kept_for_json(json):
-            rows += run_drift(
-                case,
-                runs=proof.drift_runs,
-                steps=proof.drift_steps,
-                on_run=lambda name, done, total, report=report: report(name, done / total),
-            )
-    return [row.to_json() for row in rows]
-
-
-@dataclass(frozen=True)
-class _PairSizes:
-    """Updates of two scripts to compare, and pairs of training runs. drift_runs 0: no drift."""
-
-    steps: int
-    ranks: int | None
-    drift_runs: int = 0
-    drift_steps: int = 0
-
-
-def _prove_pair(scripts: list[str], args: list[str], sizes: _PairSizes, outputs: Outputs) -> None:
+def _prove_pair(before: Any, after: Any, drift: tuple[int, int] | None, json: str | None) -> None:
     from leanstep.prove.compare import PairProof, prove_drift, prove_scripts
-    from leanstep.prove.script_jobs import Job
-    from leanstep.report.updates import pair_lines, pair_markdown
+    from leanstep.report.updates import pair_lines
 
-    before, after = (Job(script, tuple(args), sizes.steps, ranks=sizes.ranks) for script in scripts)
-    out = console(outputs.json)
     proof, interrupted = PairProof(before.label, after.label), False
-    num_runs = sizes.drift_runs
-    with progress_bar(out, "prove", plain_lines=True) as report:
+    num_runs, drift_steps = drift or (0, 0)
+    with progress_bar(console(json), "prove", plain_lines=True) as report:
         done = iter(range(9))
         try:
             proof = prove_scripts(
                 before, after, fork=True, report=lambda what: report(what, next(done, 9) / (3 + num_runs))
             )
             if num_runs and proof.ok:
-                report(f"{num_runs} pairs of runs, {units.steps(sizes.drift_steps)} each", 0.5)
-                long = [replace(job, steps=sizes.drift_steps) for job in (before, after)]
+                report(f"{num_runs} pairs of runs, {units.steps(drift_steps)} each", 0.5)
+                long = [replace(job, steps=drift_steps) for job in (before, after)]
                 proof.drift = prove_drift(long[0], long[1], runs=num_runs, fork=True)
         except KeyboardInterrupt as error:
             proof, interrupted = getattr(error, "proof", proof), True
-    result = proof.to_json()
-    out.print(pair_lines(result))
-    outputs.write(f"prove {before.label} {after.label}", result, pair_markdown(result))
     if interrupted:
+        proof.problem = proof.problem or "interrupted"
+        console(json).print(pair_lines(proof.to_json()))
+        write_json(proof.to_json(), json)
         raise KeyboardInterrupt
-    if proof.problem is not None:
-        raise BadInput(f"prove: {proof.problem}")
-    if not proof.ok:
-        raise FellShort(f"prove: {proof.sentence()}")
+    _finish(proof, pair_lines, json)
     if proof.drift is not None and not proof.drift["ok"]:
         raise FellShort(f"prove: the loss of {after.label} is shifted by {proof.drift['shift']:+.3g}")
 
 
-def _prove_cuts(
-    scripts: list[str], args: list[str], same: list[str], counts: Sequence[int | None], outputs: Outputs
-) -> None:
-    from leanstep.prove.cuts import prove_cuts
-    from leanstep.prove.script_jobs import Job
-    from leanstep.report.updates import cuts_lines, cuts_markdown
+def _prove_cuts(jobs: list[Any], json: str | None) -> None:
+    from leanstep.prove.cuts import in_fp64
+    from leanstep.prove.difference import prove_cuts
+    from leanstep.report.updates import cuts_lines
 
-    if len(scripts) != 1:
-        raise BadInput(f"--same, --ranks: expected one script, got {len(scripts)}")
-    jobs = [
-        Job(
-            scripts[0],
-            (*shlex.split(arguments), *args),
-            steps=1,
-            twin=True,
-            dropout=False,
-            parts=True,
-            ranks=count,
-        )
-        for arguments in same
-        for count in counts
-    ]
-    if len(jobs) < 2:
-        raise BadInput("--same: expected at least two splits to compare; pass --same twice, or --ranks 1,2")
-    out = console(outputs.json)
-    with progress_bar(out, "prove", plain_lines=True) as report:
+    with progress_bar(console(json), "prove", plain_lines=True) as report:
         done = iter(range(len(jobs)))
         proof = prove_cuts(
-            scripts[0], jobs, fork=True, report=lambda what: report(what, next(done, 0) / len(jobs))
+            Path(jobs[0].script).name,
+            [in_fp64(job) for job in jobs],
+            fork=True,
+            report=lambda what: report(what, next(done, 0) / len(jobs)),
         )
-    result = proof.to_json()
-    out.print(cuts_lines(result))
-    outputs.write(f"prove {scripts[0]} cuts", result, cuts_markdown(result))
-    if proof.problem is not None:
-        raise BadInput(f"prove: {proof.problem}")
-    if not proof.ok:
-        raise FellShort(f"prove: {proof.sentence()}")
-
-
-def _prove_invariant(scripts: list[str], args: list[str], outputs: Outputs) -> None:
-    from leanstep.prove.invariance import prove_invariance
-    from leanstep.prove.script_jobs import Job
-    from leanstep.report.updates import invariance_lines, invariance_markdown
-
-    if len(scripts) != 1:
-        raise BadInput(f"--invariant: expected one script, got {len(scripts)}")
-    out = console(outputs.json)
-    with progress_bar(out, "prove", plain_lines=True) as report:
-        report("each row in other batches", 0.0)
-        proof = prove_invariance(Job(scripts[0], tuple(args)), fork=True)
-    result = proof.to_json()
-    out.print(invariance_lines(result))
-    outputs.write(f"prove {scripts[0]} invariance", result, invariance_markdown(result))
-    if proof.problem is not None:
-        raise BadInput(f"prove: {proof.problem}")
-    if not proof.ok:
-        raise FellShort(f"prove: {proof.sentence()}")
+    _finish(proof, cuts_lines, json)

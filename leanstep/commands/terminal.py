@@ -14,14 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-import leanstep
-from leanstep.case import CASE_MODULES, Case, all_cases, get_case
 from leanstep.commands import BadInput
 from leanstep.escape import clip, fold
 from leanstep.files import finite, is_written_through, write_text
@@ -37,30 +34,6 @@ JsonOption = Annotated[
 HtmlOption = Annotated[
     str | None, typer.Option("--html", metavar="FILE", help="Write the result into this report page.")
 ]
-
-MarkdownOption = Annotated[
-    str | None,
-    typer.Option("--markdown", metavar="FILE", help="Append a summary, such as to $GITHUB_STEP_SUMMARY."),
-]
-
-
-SandboxOption = Annotated[
-    bool,
-    typer.Option(
-        "--sandbox",
-        help="Run scripts in a copy of the working directory: without it, files that they write are real.",
-    ),
-]
-
-
-def enter_sandbox(context: typer.Context, outputs: list[str | None], scripts: list[str]) -> list[Any]:
-    """Work in a copy until the command ends. Returns outputs and scripts as they are named there."""
-    from leanstep.script.sandbox import inside, sandbox
-
-    home = Path.cwd()
-    absolute = [path if path in (None, "-") else str(home / path) for path in outputs]
-    copy = context.with_resource(sandbox())
-    return [*absolute, *(inside(script, home, copy) for script in scripts)]
 
 
 def console(json_path: str | None = None) -> Console:
@@ -99,14 +72,6 @@ def coloured(text: str) -> Text:
     return marked
 
 
-def case_names() -> list[str]:
-    """The cases by name, read from their files: a help text must not wait until all of them are imported."""
-    package = Path(leanstep.__file__).parent
-    files = [package.joinpath(*module.split(".")[1:]).with_suffix(".py") for module in CASE_MODULES]
-    texts = [file.read_text(encoding="utf-8") for file in files if file.exists()]
-    return sorted(name for text in texts for name in re.findall(r'\bCase\(\s*name="([\w-]+)"', text))
-
-
 # A pipe gets a line so often, a terminal one line that changes.
 PLAIN_LINE_S = 10.0
 # Columns of such a line.
@@ -129,16 +94,6 @@ def live_line(title: str) -> Iterator[Callable[[str], None]]:
             print(clip(f"{title}: {text}", MAX_LINE), file=sys.stderr, flush=True)
 
     yield show
-
-
-@contextlib.contextmanager
-def kept_for_json(json_path: str | None) -> Iterator[None]:
-    """While standard output carries the JSON object, what the measured code prints goes to standard error."""
-    if json_path == "-":
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    else:
-        yield
 
 
 def check_writable(path: str | None, argument: str) -> None:
@@ -194,40 +149,8 @@ def drop_standard_output() -> None:
         os.close(nobody)
 
 
-def add_markdown(text: str, path: str | None) -> None:
-    """Append to a Markdown file, such as GitHub's step summary; do nothing for None."""
-    if path is None:
-        return
-    try:
-        with Path(path).open("a", encoding="utf-8") as target:
-            target.write(text.rstrip("\n") + "\n\n")
-    except OSError as error:
-        raise BadInput(f"--markdown: cannot write {path}: {error.strerror}") from None
-
-
-class Outputs:
-    """Where the result about scripts goes besides the terminal; checked before the work."""
-
-    def __init__(self, json: str | None, html: str | None, markdown: str | None) -> None:
-        self.json, self.html, self.markdown = json, html, markdown
-        for path, option in ((json, "--json"), (html, "--html"), (markdown, "--markdown")):
-            check_writable(path, option)
-
-    def write(self, title: str, result: dict[str, Any], summary: str) -> None:
-        from leanstep.measure.timing import environment
-
-        result = {**environment(), **result}
-        write_json(result, self.json)
-        add_markdown(summary, self.markdown)
-        if self.html:
-            from leanstep.report.page import add_section
-            from leanstep.report.updates import page_section
-
-            add_section(self.html, title, page_section(result))
-
-
 def split_scripts(words: list[str] | None) -> tuple[list[str], list[str]]:
-    """Scripts or folders at the front of what was typed, and the arguments behind; none: it names cases."""
+    """Split the words into at most two leading scripts or folders, and their arguments."""
     words = words or []
     count = 0
     while count < min(len(words), 2) and _is_script(words[count]):
@@ -239,7 +162,7 @@ def split_scripts(words: list[str] | None) -> tuple[list[str], list[str]]:
 
 
 def _is_script(word: str) -> bool:
-    return word.endswith(".py") or (Path(word).is_dir() and word not in case_names())
+    return word.endswith(".py") or (Path(word).is_dir())
 
 
 def say_above(console: Console, line: str) -> None:
@@ -279,40 +202,44 @@ def _silent(what: str, share: float) -> None:
 
 
 @contextlib.contextmanager
-def _plain_progress(title: str) -> Iterator[Callable[[str, float], None]]:
-    """`prove: train.py in fp64, 20 s, about 10 s left`, every PLAIN_LINE_S seconds."""
+def progress_line(
+    title: str, text: Callable[[], str], left: Callable[[float], str] = lambda passed: ""
+) -> Iterator[None]:
+    """Print `prove: train.py in fp64, 20 s` every PLAIN_LINE_S seconds on standard error.
+
+    text: what is running. left: how long it still takes, from the seconds that passed.
+    """
     start, ended = time.monotonic(), threading.Event()
-    running = ["", 0.0]
 
     def show() -> None:
         while not ended.wait(PLAIN_LINE_S):
-            what, share, passed = running[0], float(running[1]), time.monotonic() - start
-            left = f", about {passed * (1 / share - 1):.0f} s left" if share > 0.05 else ""
-            end = f", {passed:.0f} s{left}"
-            print(clip(f"{title}: {what}", MAX_LINE - len(end)) + end, file=sys.stderr, flush=True)
-
-    def report(what: str, share: float) -> None:
-        running[:] = [what, share]
+            passed = time.monotonic() - start
+            end = f", {passed:.0f} s{left(passed)}"
+            print(clip(f"{title}: {text()}", MAX_LINE - len(end)) + end, file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()
     try:
-        yield report
+        yield
     finally:
         ended.set()
         thread.join()
 
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+@contextlib.contextmanager
+def _plain_progress(title: str) -> Iterator[Callable[[str, float], None]]:
+    """`prove: train.py in fp64, 20 s, about 10 s left`."""
+    running: list[Any] = ["", 0.0]
 
+    def left(passed: float) -> str:
+        share = float(running[1])
+        return f", about {passed * (1 / share - 1):.0f} s left" if share > 0.05 else ""
 
-def select_cases(names: list[str] | None) -> list[Case]:
-    if not names:
-        return list(all_cases().values())
-    try:
-        return [get_case(name) for name in names]
-    except ValueError as error:
-        raise BadInput(str(error)) from None
+    def report(what: str, share: float) -> None:
+        running[:] = [what, share]
+
+    with progress_line(title, lambda: running[0], left):
+        yield report
 
 
 def split_list(text: str | None, argument: str) -> tuple[str, ...] | None:
@@ -333,67 +260,3 @@ def parse_ranks(text: str | None) -> list[int | None]:
     if not all(word.isdigit() and int(word) > 0 for word in words):
         raise BadInput(f"--ranks: expected numbers of processes such as 1,2,4, got {text!r}")
     return [int(word) for word in words]
-
-
-def check_implementations(cases: list[Case], names: tuple[str, ...] | None) -> None:
-    """Every name must exist in at least one of the cases."""
-    known = {i.name for case in cases for i in case.implementations}
-    for name in names or ():
-        if name not in known:
-            raise BadInput(f"--impl: no implementation {name!r}; there are {', '.join(sorted(known))}")
-
-
-def parse_dtypes(text: str | None) -> tuple[torch.dtype, ...] | None:
-    names = split_list(text, "--dtype")
-    if names is None:
-        return None
-    for name in names:
-        if name not in DTYPES:
-            raise BadInput(f"--dtype: no dtype {name!r}; it takes {', '.join(DTYPES)}")
-    return tuple(DTYPES[name] for name in names)
-
-
-def parse_device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise BadInput(f"--device: no device {text!r}; it takes cpu or cuda[:N]") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BadInput(f"--device: expected cpu or cuda[:N], got {text!r}")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            built = (
-                "" if torch.version.cuda or torch.version.hip else f"; torch {torch.__version__} has no CUDA"
-            )
-            raise BadInput(f"--device: cuda is not available on this machine{built}")
-        count = torch.cuda.device_count()
-        if device.index is not None and device.index >= count:
-            raise BadInput(f"--device: expected cuda:0 to cuda:{count - 1}, got {text!r}")
-    return device
-
-
-def parse_sweep(text: str | None, cases: list[Case]) -> list[dict[str, int | float]]:
-    """`variants=3,6,12` -> one override per value; without --sweep one empty override."""
-    if text is None:
-        return [{}]
-    key, equals, values = text.partition("=")
-    items = [item.strip() for item in values.split(",")]
-    if not equals or not key.strip() or not all(items):
-        raise BadInput(f"--sweep: expected key=value,value, got {text!r}")
-    key = key.strip()
-    for case in cases:
-        for name, params in case.sizes.items():
-            if key not in params:
-                raise BadInput(
-                    f"--sweep: {case.name} has no parameter {key!r} at {name}; it has {', '.join(params)}"
-                )
-    return [{key: _number(item)} for item in items]
-
-
-def _number(text: str) -> int | float:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    raise BadInput(f"--sweep: expected a number, got {text!r}")

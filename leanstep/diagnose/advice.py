@@ -144,10 +144,10 @@ ADVICE = (
     ),
     Advice(
         HEAD_RULES,
-        "Call leanstep.objectives.linear_cross_entropy(hidden, head, labels) on the head's input: it returns "
+        "Call leanstep.heads.linear_cross_entropy(hidden, head, labels) on the head's input: it returns "
         "the same loss, rows with label -100 never reach the head, and only one tile of logits is held.",
         "linear_cross_entropy(hidden, head, …)",
-        leanstep="leanstep.objectives.linear_cross_entropy",
+        leanstep="leanstep.heads.linear_cross_entropy",
         code=("cross_entropy(",),
         model_in="",
     ),
@@ -231,6 +231,14 @@ ADVICE = (
         "model on the device, or copy into pinned memory: tensor.to(device, non_blocking=True).",
         "keep it on the device, or pinned memory",
         code=(".cpu()", '.to("cpu")', ".to('cpu')"),
+    ),
+    Advice(
+        ("unbatched-optimizer",),
+        "The trainer creates the optimizer: --optim adamw_torch_fused, or TrainingArguments("
+        'optim="adamw_torch_fused").',
+        "--optim adamw_torch_fused",
+        code=("optimizer.step(",),
+        trainer=True,
     ),
     Advice(
         ("unbatched-optimizer", "alloc-churn"),

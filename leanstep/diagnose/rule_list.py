@@ -1,4 +1,4 @@
-"""The rules as a list and as pages: what `leanstep rules` prints and the documentation shows.
+"""The rules as a list and as pages: what `diagnose --explain` prints and the documentation shows.
 
 The texts of a rule are in `rules.py`; this module states the condition under which each one fires.
 """
@@ -60,7 +60,7 @@ FIRES_WHEN = {
 
 
 def as_dict(name: str) -> dict[str, Any]:
-    """Return one rule as `leanstep rules --json` prints it."""
+    """Return one rule as `diagnose --explain RULE --json FILE` writes it."""
     rule = RULES[name]
     return {
         "rule": name,
@@ -88,7 +88,7 @@ def page_of(name: str) -> str:
 def as_markdown(name: str) -> str:
     """Return the page of one rule."""
     rule, limits = RULES[name], DEFAULTS[name]
-    options = "\n".join(f"- `--threshold {name}.{key}={_number(value)}`" for key, value in limits.items())
+    options = "\n".join(f"{name}.{key} = {_number(value)}" for key, value in limits.items())
     parts = [
         f"# {name}",
         f"**Fires when** {FIRES_WHEN[name]}.",
@@ -98,7 +98,8 @@ def as_markdown(name: str) -> str:
         f"**Call:** `{rule.leanstep}`." if rule.leanstep else "",
         f"The rule needs {_needs(name)}.",
         "## Thresholds",
-        f"The defaults, as options of `leanstep diagnose`:\n\n{options}",
+        "The defaults, as `pyproject.toml` sets them:",
+        f"```toml\n[tool.leanstep.thresholds]\n{options}\n```",
         "## Switch it off",
         "On one line, with a comment at its end:",
         f"```python\nloss = step(batch)  # leanstep: ignore[{name}]\n```",

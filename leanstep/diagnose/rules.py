@@ -128,10 +128,10 @@ RULES: dict[str, Rule] = {
             "On a GPU each read waits until the device has finished all queued work, and the "
             "queue runs empty.",
             "Keep the value on the device (torch.where, masked arithmetic, precomputed integer row indices) "
-            "and read it once after the step, or every k-th step. leanstep.objectives has pair losses "
-            "without reads; leanstep.logprob.plan_rows turns boolean masks into integer row indices.",
+            "and read it once after the step, or every k-th step. leanstep.heads.plan_rows turns boolean "
+            "masks into integer row indices.",
             "keep on the device; read once per step",
-            "leanstep.objectives",
+            "leanstep.heads.plan_rows",
         ),
         Rule(
             "op-storm",
@@ -139,10 +139,9 @@ RULES: dict[str, Rule] = {
             lambda f: f"{f.count:,} tiny ops",
             _storm,
             "Each op costs microseconds of dispatch (and a launch on a GPU), however little it computes.",
-            "Replace the loop by tensor ops over all items at once. leanstep.objectives does this for pair "
-            "and ranking losses, leanstep.lens for a controller, leanstep.logprob for per-token log-probs.",
+            "Replace the loop by tensor ops over all items at once. leanstep.lens does this for a "
+            "controller, leanstep.heads for per-token log-probs.",
             "one tensor op over all items",
-            "leanstep.objectives",
         ),
         Rule(
             "dead-rows",
@@ -153,7 +152,7 @@ RULES: dict[str, Rule] = {
             "Select the rows before the head: linear_logprobs(hidden, weight, targets, rows=...), or "
             "hidden[rows] with precomputed integer indices.",
             "linear_logprobs(..., rows=...)",
-            "leanstep.logprob.linear_logprobs",
+            "leanstep.heads.linear_logprobs",
         ),
         Rule(
             "zero-fill",
@@ -167,9 +166,9 @@ RULES: dict[str, Rule] = {
             "For each indexed piece, autograd fills a full-size buffer with zeros and then adds all buffers "
             "up.",
             "Take all pieces with one op: unbind, split, or a loss over the whole tensor. For parameter "
-            "banks use the accessor of leanstep.gpt, which writes every slice of the gradient once.",
+            "banks use the accessor of recipes.speedrun, which writes every slice of the gradient once.",
             "unbind/split once; one loss for all",
-            "leanstep.gpt",
+            "recipes.speedrun",
         ),
         Rule(
             "transposed-copy",
@@ -182,7 +181,7 @@ RULES: dict[str, Rule] = {
             "A strided pass is several times slower than a contiguous one, and a matmul accepts either "
             "layout at no cost.",
             "Pass the transposed view to the matmul, and store state in the layout in which it is used. The "
-            "transpose-copy and transpose-add kernels of leanstep.muon and leanstep.gpt do the remaining "
+            "transpose-copy and transpose-add kernels of leanstep.muon and recipes.speedrun do the remaining "
             "transposes in tiles.",
             "pass the view; keep one layout",
             "leanstep.muon",
@@ -221,10 +220,10 @@ RULES: dict[str, Rule] = {
             ),
             "Vocabulary-wide tensors set the step's memory peak, and one number per row is all that the loss "
             "needs.",
-            "leanstep.logprob.linear_logprobs computes log-probs and entropy from the hidden states and "
+            "leanstep.heads.linear_logprobs computes log-probs and entropy from the hidden states and "
             "holds one tile of logits.",
-            "logprob.linear_logprobs (one tile)",
-            "leanstep.logprob.linear_logprobs",
+            "heads.linear_logprobs (one tile)",
+            "leanstep.heads.linear_logprobs",
         ),
         Rule(
             "retained-chunks",
@@ -235,10 +234,10 @@ RULES: dict[str, Rule] = {
                 f"({_listed(f.evidence['shapes'])}), {size(f.evidence['bytes'])} in total."
             ),
             "Chunking saves nothing here, because autograd keeps every chunk. Recompute it in the backward.",
-            "leanstep.logprob.linear_logprobs recomputes one tile at a time; or run backward() per chunk, "
+            "leanstep.heads.linear_logprobs recomputes one tile at a time; or run backward() per chunk, "
             "or checkpoint it.",
-            "logprob.linear_logprobs (recomputes)",
-            "leanstep.logprob.linear_logprobs",
+            "heads.linear_logprobs (recomputes)",
+            "leanstep.heads.linear_logprobs",
         ),
         Rule(
             "no-grad-vocab",
@@ -250,10 +249,10 @@ RULES: dict[str, Rule] = {
             ),
             "Old and reference log-probs and the entropy need one number per row, but the logits of all "
             "rows, including the prompt's, are written and read in full.",
-            "leanstep.logprob.linear_logprobs(hidden, weight, targets, rows=...) under no_grad returns "
+            "leanstep.heads.linear_logprobs(hidden, weight, targets, rows=...) under no_grad returns "
             "log-probs and entropy of the selected rows, and holds one tile of logits.",
             "linear_logprobs(..., rows=...)",
-            "leanstep.logprob.linear_logprobs",
+            "leanstep.heads.linear_logprobs",
         ),
         Rule(
             "no-kv-cache",

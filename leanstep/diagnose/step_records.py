@@ -309,7 +309,7 @@ class RunRecord:
         self.notes.setdefault((kind, where), text)
 
 
-# The thresholds of every rule. `--threshold id.name=value` sets one of them.
+# The thresholds of every rule. `[tool.leanstep.thresholds]` in pyproject.toml sets them.
 DEFAULTS: dict[str, dict[str, float]] = {
     "host-sync": {"reads": 1},
     "op-storm": {"repeats": 32, "ops": 100, "tiny_bytes": 256 * 1024},
@@ -358,30 +358,12 @@ class Limits:
                 if name not in self._values[rule]:
                     known = ", ".join(self._values[rule])
                     raise ValueError(f"threshold: {rule} has no {name!r}; expected one of {known}")
-                if not value >= 0:
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                     raise ValueError(f"threshold: {rule}.{name}: expected a number >= 0, got {value!r}")
                 self._values[rule][name] = value
 
     def __getitem__(self, rule: str) -> dict[str, float]:
         return self._values[rule]
-
-    @classmethod
-    def parse(cls, settings: list[str]) -> Limits:
-        """Parse the command line's `id.name=value` settings."""
-        changes: dict[str, dict[str, float]] = {}
-        for setting in settings:
-            target, equals, value = setting.partition("=")
-            rule, dot, name = target.rpartition(".")
-            try:
-                number = float(value)
-            except ValueError:
-                number = float("nan")
-            if not (equals and dot) or number != number:
-                raise ValueError(
-                    f"threshold: expected id.name=value (such as op-storm.repeats=64), got {setting!r}"
-                )
-            changes.setdefault(rule, {})[name] = number
-        return cls(changes)
 
 
 @dataclass

@@ -38,6 +38,8 @@ MAX_TIMED_S = 10.0
 FULL_STEPS = 8
 # Updates that may pass until the next rollout: an iteration with a rollout may take longer than a step.
 MAX_ITERATION_S, MAX_WAITING_STEPS = 60.0, 32
+# Model calls, and seconds, after which an unrecorded warm-up without an update is recorded: it may never end.
+PATIENT_CALLS, PATIENT_S = 64, 60.0
 _current: Watch | None = None
 
 
@@ -82,6 +84,8 @@ class Watch(StepListener, PhaseListener):
         self._measured_seconds: float | None = None
         self.warmup_done = 0
         self.finished = False
+        # Whether the model ran with gradients: what ends the script then is an error of a step.
+        self.began = False
         self.exception: BaseException | None = None
         self._timed_warmup, self._times_afterwards = timed_warmup and warmup > 0, timed
         self._on_done = on_done
@@ -114,6 +118,7 @@ class Watch(StepListener, PhaseListener):
         # The shortest recorded step: a step without the recorder takes no longer.
         self._longest_possible: float | None = None
         self._light = self._clock_waits = False
+        self._light_calls, self._light_since = 0, 0.0
         self._calibration: cost.Calibration | None = None
         self._threads: set[str] = set()
         self._jit_entries = 0
@@ -313,7 +318,7 @@ class Watch(StepListener, PhaseListener):
     def _start_light(self) -> None:
         self._leave_modes()
         self.recorder.state.reset()
-        self._light = True
+        self._light, self._light_since = True, own_seconds()
         self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self._note_start, as_it_is))
 
     def _note_start(self, tensor: Any) -> Any:
@@ -357,6 +362,15 @@ class Watch(StepListener, PhaseListener):
                 self._leave_light(late=False)
             else:
                 self._note_start(None)
+
+    def model_called(self, module: torch.nn.Module) -> None:
+        self.began |= torch.is_grad_enabled()
+        if self._light and not self.warmup_done:
+            self._light_calls += 1
+            if self._light_calls > PATIENT_CALLS or own_seconds() - self._light_since > PATIENT_S:
+                self._leave_light(late=True)
+        if self._modes_on:
+            self.recorder.state.meet_buffers(module)
 
     def rollout_begins(self) -> None:
         if self._light and self._makes_rollouts and self.warmup_done >= self.num_warmup:
@@ -457,6 +471,7 @@ class Watch(StepListener, PhaseListener):
 
     def _finish(self, completed: bool) -> None:
         state = self.recorder.state
+        self.began |= bool(self._started or (state.num_ops and state.families.model_seen))
         if self.iteration_clock.running:
             self._end_iteration()
         if not self.finished:
@@ -467,7 +482,8 @@ class Watch(StepListener, PhaseListener):
         if not self.steps and not self._light:
             # Too short for a warm-up, or stopped before the first complete step: use the partial step.
             partial = self._dropped
-            if partial is None and not completed and state.num_ops:
+            interrupted = isinstance(self.exception, KeyboardInterrupt)
+            if partial is None and not completed and state.num_ops and (self.began or interrupted):
                 partial = state.close()
                 self.recorder.note(
                     "dropped",

@@ -1,87 +1,146 @@
-"""Replaces `cross_entropy(head(h), labels)` with a call that selects the labelled rows before the head.
+"""Replaces `cross_entropy(head(h), labels)` with a call that selects the labeled rows before the head.
 
     logits = head(hidden)
     loss = F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=-100)
 
-becomes `linear_cross_entropy(hidden, head, labels, shift=0)` from leanstep.objectives. If `head` is not a
-linear layer, that call raises, the proof fails and nothing is offered.
+becomes `linear_cross_entropy(hidden, head, labels, shift=0)`. If `head` is not a linear layer, that call
+raises, the proof fails and nothing is offered.
 """
 
 from __future__ import annotations
 
 import libcst as cst
+import torch
 
-from leanstep.fix.source_edits import Edit, NotUnderstood, Source, Statement, is_plain, keyword, method_call
+from leanstep.fix.source_edits import (
+    Edit,
+    NotUnderstood,
+    Repair,
+    Source,
+    Statement,
+    is_plain,
+    keyword,
+    method_call,
+)
 
-Found = tuple[str, tuple[Edit, ...]]
-_DOOR = ("leanstep.objectives", "linear_cross_entropy")
 # Keywords that mean the same in both functions.
 _KEPT = ("ignore_index", "reduction", "label_smoothing")
 _RESHAPES = ("view", "reshape", "flatten", "contiguous", "float")
+_BY_HAND = "linear_cross_entropy(hidden, head, labels)"
 
 
-def rows_before_the_head(source: Source, statement: Statement) -> list[Found]:
-    """Return the repair of a dead-rows finding on this line."""
+def cross_entropy_of_a_head(source: Source, statement: Statement) -> list[Repair]:
+    """Return the repair of a finding on the line of the head or of the loss."""
     losses = [
-        call
-        for call in source.all(cst.Call)
-        if any(name == "torch.nn.functional.cross_entropy" for name in source.qualified(call))
+        call for call in source.all(cst.Call) if "torch.nn.functional.cross_entropy" in source.qualified(call)
     ]
     if not losses:
-        raise NotUnderstood("no cross_entropy in the file: select the rows by hand, see diagnose")
-    for loss in losses:
-        if source.holds(statement, loss):
-            product, slices = _stripped(source, _argument(loss, 0, "input"))
-            return [_replaced(source, loss, product, slices, [])]
+        raise NotUnderstood("no call of torch.nn.functional.cross_entropy in this file", is_other_code=True)
+    here = [loss for loss in losses if source.holds(statement, loss)]
+    for loss in here:
+        scored, slices = _stripped(source, _argument(loss, 0, "input"))
+        if not isinstance(scored, cst.Name):
+            return [_replaced(source, loss, scored, slices, [])]
+    for loss in here or losses:
+        repair = _head_on_another_line(source, statement, loss)
+        if repair is not None:
+            return [repair]
+    scope = source.enclosing(statement, cst.FunctionDef)
+    if any(source.enclosing(loss, cst.FunctionDef) is scope for loss in losses):
+        raise NotUnderstood(
+            "the logits are renamed or returned before their loss: by hand at the head's input, "
+            f"{_BY_HAND} or masked_token_logprobs(hidden, head, tokens, mask), if no caller needs them"
+        )
+    raise NotUnderstood(
+        f"the head and its cross_entropy are not in one function: {_BY_HAND} needs the head's input",
+        is_other_code=not here,
+    )
+
+
+def _head_on_another_line(source: Source, statement: Statement, loss: cst.Call) -> Repair | None:
+    """Return the repair of `logits = head(h)` and `cross_entropy(logits, y)`; None for another loss."""
+    function = source.enclosing(loss, (cst.FunctionDef, cst.Module))
+    shown = _argument(loss, 0, "input")
+    is_meant = source.holds(statement, loss) or any(
+        source.is_stored(name) and source.uses(name.value, shown) for name in source.all(cst.Name, statement)
+    )
+    try:
+        scored, slices = _stripped(source, shown)
+    except NotUnderstood:
+        if is_meant:
+            raise
+        return None
+    if not isinstance(scored, cst.Name):
+        if is_meant:
+            raise NotUnderstood(f"cross_entropy gets {source.text(shown)[:60]}, not the rows of the logits")
+        return None
+    name = scored.value
+    stored = [
+        use
+        for use in source.uses(name, function)
+        if source.is_stored(use) and isinstance(source.parent(use), cst.AssignTarget)
+    ]
+    assigning = [source.enclosing(use, cst.SimpleStatementLine) for use in stored]
+    if source.holds(statement, loss):
+        if len(assigning) != 1:
+            raise NotUnderstood(f"{name} is assigned {len(assigning)} times in the function of the loss")
+        statement = assigning[0]
+    elif statement not in assigning:
+        return None
     assign = source.only_one(statement, cst.Assign)
-    target = assign.targets[0].target
-    if len(assign.targets) != 1 or not isinstance(target, cst.Name):
-        raise NotUnderstood("the logits are not assigned to a name")
-    scope = source.enclosing(statement, (cst.FunctionDef, cst.Module))
-    uses = [use for use in source.uses(target.value, scope) if use is not target]
-    for loss in losses:
-        try:
-            scored, slices = _stripped(source, _argument(loss, 0, "input"))
-        except NotUnderstood:
-            continue
-        if not isinstance(scored, cst.Name) or scored.value != target.value:
-            continue
-        shown = _argument(loss, 0, "input")
-        if not all(source.holds(shown, use) for use in uses):
-            raise NotUnderstood(f"{target.value} is used outside the loss as well")
-        _refuse_changes_between(source, statement, loss, assign.value)
-        return [_replaced(source, loss, assign.value, slices, [source.delete_line(statement)])]
-    raise NotUnderstood("the logits are not passed directly to cross_entropy")
+    if len(assign.targets) != 1:
+        raise NotUnderstood("the logits are assigned to several names")
+    if not isinstance(assign.value, cst.Call) or not is_plain(assign.value.func):
+        raise NotUnderstood(f"{name} is not head(hidden): {source.text(assign.value)[:60]}")
+    uses = [use for use in source.uses(name, function) if use is not stored[0]]
+    outside = [use for use in uses if not source.holds(shown, use)]
+    if outside:
+        line = source.text(source.enclosing(outside[0], cst.BaseSmallStatement)).partition("\n")[0]
+        raise NotUnderstood(
+            f"{name} is used outside the loss as well ({line[:50]}): {_BY_HAND} by hand if no caller needs it"
+        )
+    _refuse_changes_between(source, statement, loss, assign.value)
+    return _replaced(source, loss, assign.value, slices, [source.delete_line(statement)])
 
 
-def _replaced(source: Source, loss: cst.Call, product: cst.CSTNode, slices: str, edits: list[Edit]) -> Found:
+def _replaced(source: Source, loss: cst.Call, product: cst.CSTNode, slices: str, edits: list[Edit]) -> Repair:
     if not isinstance(product, cst.Call) or not is_plain(product.func) or len(product.args) != 1:
-        raise NotUnderstood("the logits are not head(hidden)")
-    hidden_arg = product.args[0]
-    if hidden_arg.keyword is not None or hidden_arg.star:
-        raise NotUnderstood("the logits are not head(hidden)")
+        raise NotUnderstood(f"the logits are not head(hidden): {source.text(product)[:60]}")
+    head, hidden = product.func, product.args[0]
+    is_method = isinstance(head, cst.Attribute) and hasattr(torch.Tensor, head.attr.value)
+    of_torch = any(name.startswith(("torch.", "builtins.")) for name in source.qualified(product))
+    if hidden.keyword is not None or hidden.star or is_method or of_torch:
+        raise NotUnderstood(f"the logits are not head(hidden): {source.text(product)[:60]}")
     labels, label_slices = _stripped(source, _argument(loss, 1, "target"), labels=True)
     options = []
     for number, arg in enumerate(loss.args):
         name = arg.keyword.value if arg.keyword is not None else None
         if arg.star or (name is None and number > 1):
             raise NotUnderstood("cross_entropy gets more than logits, labels and keywords")
-        if name == "weight":
-            options.append(f"class_weights={source.text(arg.value)}")
-        elif name in _KEPT:
+        if name in _KEPT:
             options.append(f"{name}={source.text(arg.value)}")
         elif name not in (None, "input", "target"):
-            raise NotUnderstood(f"cross_entropy({name}=...)")
-    hidden = _in_brackets(source, hidden_arg.value) + slices
-    shown = _in_brackets(source, labels) + label_slices
-    call = ", ".join([hidden, source.text(product.func), shown, "shift=0", *options])
-    title = f"select rows before {source.text(product.func)}: linear_cross_entropy"
-    return title, (*edits, source.replace(loss, f"{_DOOR[1]}({call})"), *source.import_line(*_DOOR))
+            raise NotUnderstood(f"cross_entropy has {name}=, which linear_cross_entropy does not take")
+    reduction = keyword(loss, "reduction")
+    if reduction is not None and source.text(reduction.value).strip("\"'") not in ("mean", "sum"):
+        raise NotUnderstood("the loss is not reduced: its shape would be that of the labels")
+    if any(isinstance(node, cst.NamedExpr) for arg in loss.args for node in source.all(cst.NamedExpr, arg)):
+        raise NotUnderstood("the arguments of cross_entropy assign a name")
+    if source.all(cst.Comment, loss):
+        raise NotUnderstood("there are comments inside the call of cross_entropy")
+    shown = _in_brackets(source, hidden.value) + slices, _in_brackets(source, labels) + label_slices
+    call = ", ".join([shown[0], source.text(head), shown[1], "shift=0", *options])
+    title = f"select rows before {source.text(head)}: linear_cross_entropy"
+    edits = [*edits, source.replace(loss, f"linear_cross_entropy({call})")]
+    return Repair(title, (*edits, *source.import_line("linear_cross_entropy")))
 
 
 def _in_brackets(source: Source, node: cst.CSTNode) -> str:
     text = source.text(node)
-    return text if isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)) else f"({text})"
+    if isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)):
+        return text
+    # The brackets of an expression are part of its text.
+    return text if getattr(node, "lpar", ()) else f"({text})"
 
 
 def _argument(call: cst.Call, position: int, name: str) -> cst.BaseExpression:
@@ -96,48 +155,71 @@ def _argument(call: cst.Call, position: int, name: str) -> cst.BaseExpression:
 def _stripped(source: Source, node: cst.CSTNode, labels: bool = False) -> tuple[cst.CSTNode, str]:
     """Return the expression without flattening, and the slice of positions that it applies."""
     slices = ""
+    allowed = ("[:,1:]", "[...,1:]") if labels else ("[:,:-1]", "[:,:-1,:]", "[...,:-1,:]")
+    if labels:
+        allowed += ("[:,:-1]",)
     while True:
         call = method_call(node, _RESHAPES)
         if call is not None and isinstance(call.func, cst.Attribute):
-            name = call.func.attr.value
-            if name in ("view", "reshape") and not _flattens(source, call, labels):
-                raise NotUnderstood(f"{source.text(node)} does not flatten rows")
-            if name == "flatten" and not labels and [source.text(a.value) for a in call.args] != ["0", "1"]:
-                raise NotUnderstood(f"{source.text(node)} does not flatten rows")
-            if name == "float" and labels:
-                raise NotUnderstood("the labels are cast")
+            name, sizes = call.func.attr.value, [source.text(arg.value) for arg in call.args]
+            flattens = {"view": _flattens(sizes, labels), "reshape": _flattens(sizes, labels)}
+            flattens["flatten"] = sizes == [] if labels else sizes == ["0", "1"]
+            if not flattens.get(name, not (name == "float" and labels)):
+                raise NotUnderstood(f"{source.text(node)[:60]} does not flatten the rows")
+            if slices and name in flattens:
+                raise NotUnderstood(f"{source.text(node)[:60]} is sliced after it was flattened")
             node = call.func.value
         elif isinstance(node, cst.Subscript):
-            text = source.text(node)[len(source.text(node.value)) :].replace(" ", "")
-            allowed = {"[:,:-1]", "[:,1:]"} if labels else {"[:,:-1]", "[:,:-1,:]", "[...,:-1,:]"}
-            if text == "[...,1:]" and labels:
-                text = "[:,1:]"
-            elif text not in allowed:
-                raise NotUnderstood(f"{source.text(node)} is not a slice of positions")
-            if slices:
-                raise NotUnderstood("positions are sliced twice")
-            slices = "[:, 1:]" if text == "[:,1:]" else "[:, :-1]"
-            node = node.value
+            text = source.text(node)[len(source.text(node.value)) :]
+            if text.replace(" ", "") not in allowed or slices:
+                raise NotUnderstood(f"{source.text(node)[:60]} is not one slice of positions")
+            slices, node = text, node.value
         else:
             return node, slices
 
 
-def _flattens(source: Source, call: cst.Call, labels: bool) -> bool:
+def _flattens(sizes: list[str], labels: bool) -> bool:
     """Accept view(-1) of labels and view(-1, V) of logits, but no transposed or regrouped view."""
-    sizes = [source.text(arg.value) for arg in call.args]
     return sizes == ["-1"] if labels else len(sizes) == 2 and sizes[0] == "-1"
 
 
 def _refuse_changes_between(
     source: Source, first: Statement, loss: cst.Call, product: cst.BaseExpression
 ) -> None:
+    """Refuse unless the head can run at the loss: same block, nothing in between touches its inputs."""
     body, index = source.block_of(first)
-    names = {node.value for node in source.all(cst.Name, product)}
-    for later in body[index + 1 :]:
+    assert isinstance(product, cst.Call)
+    inputs = {node.value for arg in product.args for node in source.all(cst.Name, arg)}
+    if isinstance(product.func, cst.Name):
+        inputs.add(product.func.value)
+    for number, later in enumerate(body[index + 1 :]):
         if source.holds(later, loss):
-            if not isinstance(later, cst.SimpleStatementLine):
+            inner = (cst.IfExp, cst.Lambda, cst.BooleanOperation, cst.CompFor, cst.FunctionDef)
+            if not isinstance(later, cst.SimpleStatementLine) or any(
+                isinstance(outer, inner) and source.holds(later, outer) for outer in source.around(loss)
+            ):
                 raise NotUnderstood("the loss is computed under a condition")
+            if number and any(source.all(cst.Call, arg) for arg in product.args):
+                raise NotUnderstood("the head's input is computed on the line of the head")
             return
-        if any(source.is_changed(name, later) for name in names):
-            raise NotUnderstood("the hidden states change before the loss")
-    raise NotUnderstood("the loss is computed in a different block")
+        if any(source.uses(name, later) for name in inputs) or _writes_in_place(source, later):
+            raise NotUnderstood("the hidden states may change between the head and the loss")
+        if source.text(product.func) in {source.text(node) for node in source.all(cst.Attribute, later)}:
+            raise NotUnderstood("the head may change before the loss")
+    raise NotUnderstood("the head and its loss are in different blocks")
+
+
+def _writes_in_place(source: Source, statement: cst.CSTNode) -> bool:
+    """Return whether a statement may write into a tensor: x.mul_(2), inplace=True, out=, x[i] = y, x += y."""
+    for call in source.all(cst.Call, statement):
+        name = source.text(call.func).rpartition(".")[2]
+        if (
+            (name.endswith("_") and not name.endswith("__"))
+            or keyword(call, "inplace")
+            or keyword(call, "out")
+        ):
+            return True
+    targets = source.all(cst.AssignTarget, statement)
+    return bool(source.all(cst.AugAssign, statement)) or any(
+        isinstance(target.target, cst.Subscript) for target in targets
+    )

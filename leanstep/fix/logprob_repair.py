@@ -1,10 +1,11 @@
 """`log_softmax(model(...).logits).gather(tokens)` of a padded batch becomes `model_logprobs(model, ...)`.
 
-A scoring function calls a transformers model, drops one position of its logits and gathers the log-probs of
-the tokens, directly or in functions that it calls. This module follows its statements in order. The model
-call becomes `leanstep.model_logprobs` with the same arguments, and statements that only used the logits are
-removed. The mask is the one that the result is multiplied by, or one that every caller has; in that case
-the function gets a parameter for it. The proof decides whether the mask is the right one.
+With `head(hidden)` in place of the model call it becomes `masked_token_logprobs(hidden, head, ...)`.
+A scoring function calls a transformers model or a head, drops one position of its logits and gathers the
+log-probs of the tokens, directly or in functions that it calls. This module follows its statements in order.
+The call becomes one of leanstep's, and statements that only used the logits are removed. The mask is the one
+that the result is multiplied by, or one that every caller has; in that case the function gets a parameter
+for it. The proof decides whether the mask is the right one.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import libcst as cst
+import torch
 
-from leanstep.fix.source_edits import Edit, NotUnderstood, Source, Statement, is_plain, keyword
+from leanstep.fix.source_edits import Edit, NotUnderstood, Repair, Source, Statement, is_plain, keyword
 
-Repair = tuple[str, tuple[Edit, ...]]
-NAME = "model_logprobs"
 _SAME_VALUES = ("to", "float", "contiguous", "long", "double", "unsqueeze", "squeeze", "clone", "detach")
 _LOG_SOFTMAX = ("torch.nn.functional.log_softmax", "torch.log_softmax")
-OWN_MODEL = (
-    "the model is defined in the script, so the repair does not know where its head is: use "
-    "masked_token_logprobs(hidden, head, tokens, mask), docs/rl.md"
+_OWN_MODEL = (
+    "the head is not called where its logits are used: by hand, {by_hand} at the head's input, if no caller "
+    "needs the logits"
 )
+_OF_LOG_PROBS = "masked_token_logprobs(hidden, head, tokens, mask)"
+_OF_LOSS = "linear_cross_entropy(hidden, head, labels)"
 # Masks that do not select the trained tokens.
 _OTHER_MASKS = re.compile("atten|attn|pad|prompt|causal", re.IGNORECASE)
 
@@ -45,6 +47,8 @@ class Logits:
     cut: bool = False
     keep: bool = False
     is_log_softmax: bool = False
+    # The hidden states, if the call is head(hidden) and not a model's.
+    hidden: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,18 +84,20 @@ class Scoring:
     mask: str | None = None
 
 
-def logprobs_of_the_model(sources: Sequence[Source], source: Source, statement: Statement) -> list[Repair]:
+def log_probs_of_tokens(sources: Sequence[Source], source: Source, statement: Statement) -> list[Repair]:
     """Return repairs of a finding about vocabulary-wide tensors; those with a mask first."""
     inside = source.enclosing(statement, cst.FunctionDef)
     if inside is None:
-        raise NotUnderstood("the log-probs are not computed in a function")
+        raise NotUnderstood("no F.cross_entropy(head(h), labels), and no function that gathers log-probs")
     for candidate in sources:
         for function in candidate.all(cst.FunctionDef):
             scoring = _Follower(sources, candidate, function).scoring()
             if scoring is not None and (function is inside or inside.name.value in scoring.functions):
                 return _repairs(sources, scoring)
     if not any(_makes_a_transformers_model(each) for each in sources):
-        raise NotUnderstood(OWN_MODEL)
+        called = {name for each in sources for call in each.all(cst.Call) for name in each.qualified(call)}
+        by_loss = "torch.nn.functional.cross_entropy" in called and not called & set(_LOG_SOFTMAX)
+        raise NotUnderstood(_OWN_MODEL.format(by_hand=_OF_LOSS if by_loss else _OF_LOG_PROBS))
     raise NotUnderstood("no function that gathers log-probs from the logits of a transformers model")
 
 
@@ -111,17 +117,19 @@ class _Follower:
 
     def scoring(self) -> Scoring | None:
         body = self.function.body.body
-        model_statement, candidate = None, None
+        candidate = None
+        # The statement of each call of a model or a head.
+        calling: dict[int, Statement] = {}
         for statement in body:
             if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
-                if model_statement is not None and candidate is None:
+                if calling and candidate is None:
                     return None
                 continue
             value = self._run(statement.body[0])
-            if isinstance(value, (Output, Logits)) and model_statement is None:
-                model_statement = statement
+            if isinstance(value, (Output, Logits)):
+                calling.setdefault(id(value.call), statement)
             if isinstance(value, LogProbs) and candidate is None:
-                first = model_statement or statement
+                first = calling.get(id(value.logits.call), statement)
                 candidate = Scoring(self.source, self.function, first, statement, value)
         if candidate is None or not candidate.log_probs.logits.cut:
             return None
@@ -181,6 +189,8 @@ class _Follower:
                 return replace(value, shifted=True)
             if re.fullmatch(r"\[(?::|\.\.\.),-[\w.]+:\]", text):
                 return replace(value, last=True)
+            if text == "[:,1:,None]":
+                return replace(value, shifted=True)
             if re.fullmatch(r"\[(?:\"\w+\"|'\w+')\]", text):
                 return Tokens(self.source.text(node))
         return None
@@ -200,12 +210,31 @@ class _Follower:
                 if name == "log_softmax":
                     return _softmaxed(value)
                 return self._gathered(value, node) if name == "gather" else value
+            return self._head_call(node)
         elif isinstance(function, cst.Name):
             helper = self._helper(function.value)
             if helper is not None:
                 return self._followed(*helper, node)
-            return Output(node) if _is_model_call(node) else None
+            return Output(node) if _is_model_call(node) else self._head_call(node)
         return None
+
+    def _head_call(self, node: cst.Call) -> Value:
+        """head(hidden) or head(hidden[:, :-1]): a plain callable with one argument, no function of torch."""
+        function, source = node.func, self.source
+        is_method = isinstance(function, cst.Attribute) and hasattr(torch.Tensor, function.attr.value)
+        of_library = any(name.startswith(("torch.", "builtins.")) for name in source.qualified(node))
+        if len(node.args) != 1 or not is_plain(function) or is_method or of_library:
+            return None
+        arg, cut = node.args[0], False
+        hidden = arg.value
+        if isinstance(hidden, cst.Subscript):
+            text = source.text(hidden)[len(source.text(hidden.value)) :].replace(" ", "")
+            if text not in ("[:,:-1]", "[:,:-1,:]"):
+                return None
+            hidden, cut = hidden.value, True
+        if arg.keyword is not None or arg.star or not is_plain(hidden):
+            return None
+        return Logits(node, cut=cut, hidden=source.text(hidden))
 
     def _gathered(self, value: Value, node: cst.Call) -> Value:
         index = keyword(node, "index")
@@ -254,28 +283,33 @@ def _repairs(sources: Sequence[Source], scoring: Scoring) -> list[Repair]:
         raise NotUnderstood("the last logits are sliced without logits_to_keep")
     if not tokens.shifted and not tokens.last:
         raise NotUnderstood("the tokens are not shifted by one position")
-    ids = keyword(logits.call, "input_ids")
-    assert ids is not None
     options = {} if logits.temperature is None else {"temperature": logits.temperature}
-    if source.text(ids.value) != tokens.code:
-        options["targets"] = tokens.code
-    if not _known_before(scoring, [*options.values(), scoring.mask or ""]):
+    if logits.hidden is not None:
+        name, codes = "masked_token_logprobs", [tokens.code]
+        if tokens.last:
+            raise NotUnderstood("only the last tokens are scored")
+    else:
+        name, codes, ids = "model_logprobs", [], keyword(logits.call, "input_ids")
+        assert ids is not None
+        if source.text(ids.value) != tokens.code:
+            options["targets"] = tokens.code
+    if not _known_before(scoring, [*options.values(), *codes, scoring.mask or ""]):
         raise NotUnderstood("the mask, the labels or the temperature are computed after the model call")
-    imports = source.import_line("leanstep", NAME)
-    title = f"log-probs without the logits: {NAME}"
+    imports = source.import_line(name)
+    title = f"log-probs without the logits: {name}"
     repairs = []
     if scoring.mask is not None:
         body = _edited_body(scoring, {"mask": scoring.mask, **options})
-        repairs.append((f"{title} of the tokens in {scoring.mask}", (*body, *imports)))
+        repairs.append(Repair(f"{title} of the tokens in {scoring.mask}", (*body, *imports)))
     else:
         parameter = "token_mask" if source.uses("mask", scoring.function) else "mask"
         passed = _passed_masks(sources, scoring, parameter)
         if passed:
             body = _edited_body(scoring, {"mask": parameter, **options})
-            repairs.append((f"{title}, with a mask from its callers", (*passed, *body, *imports)))
+            repairs.append(Repair(f"{title}, with a mask from its callers", (*passed, *body, *imports)))
     if "targets" not in options:
         # Labels may be -100 outside the mask.
-        repairs.append((f"{title} of all tokens", (*_edited_body(scoring, options), *imports)))
+        repairs.append(Repair(f"{title} of all tokens", (*_edited_body(scoring, options), *imports)))
     return repairs
 
 
@@ -286,6 +320,8 @@ def _known_before(scoring: Scoring, codes: Sequence[str]) -> bool:
     for name in {root for code in codes for root in re.findall(r"^[A-Za-z_]\w*", code)}:
         before = any(source.is_stored(use) for use in source.uses(name, function.params))
         before = before or any(source.is_changed(name, part) for part in body[:first])
+        # A constant of the module.
+        before = before or not any(source.is_stored(use) for use in source.uses(name, function))
         stored_later = any(source.is_stored(use) for part in body[first:] for use in source.uses(name, part))
         if not before or stored_later:
             return False
@@ -294,13 +330,19 @@ def _known_before(scoring: Scoring, codes: Sequence[str]) -> bool:
 
 def _edited_body(scoring: Scoring, options: dict[str, str]) -> list[Edit]:
     """Return the edits that rewrite the model call and remove statements that only used the logits."""
-    source, call = scoring.source, scoring.log_probs.logits.call
-    model = call.func.value if isinstance(call.func, cst.Attribute) else call.func
+    source, logits = scoring.source, scoring.log_probs.logits
+    call = logits.call
     extras = "".join(f", {name}={code}" for name, code in options.items())
-    arguments = source.text(call)[len(source.text(call.func)) + 1 :]
-    new_call = f"{NAME}({source.text(model)}{extras}, {arguments}"
-    if arguments[:1] == "\n":
-        new_call = f"{NAME}({source.text(model)}{extras},{arguments}"
+    if logits.hidden is not None:
+        inputs = f"{logits.hidden}, {source.text(call.func)}, {scoring.log_probs.tokens.code}"
+        new_call = f"masked_token_logprobs({inputs}{extras})"
+    else:
+        model = call.func
+        if isinstance(model, cst.Attribute) and model.attr.value == "forward":
+            model = model.value
+        arguments = source.text(call)[len(source.text(call.func)) + 1 :]
+        gap = "" if arguments[:1] in "\r\n" else " "
+        new_call = f"model_logprobs({source.text(model)}{extras},{gap}{arguments}"
     body, first = source.block_of(scoring.model_statement)
     last = next(i for i, part in enumerate(body) if part is scoring.last_statement)
     final = source.only_one(scoring.last_statement, cst.BaseSmallStatement)
@@ -319,6 +361,13 @@ def _edited_body(scoring: Scoring, options: dict[str, str]) -> list[Edit]:
             live = (live - {stored}) | names
     if result in live:
         raise NotUnderstood(f"{result} is used between the model call and the log-probs")
+    logits_name = _stored_name(scoring.model_statement)
+    if logits_name in live:
+        raise NotUnderstood(
+            f"{logits_name} is used for more than the log-probs: {_OF_LOG_PROBS} by hand, also with entropy="
+        )
+    if any(_writes(source, statement) for statement in deleted):
+        raise NotUnderstood("the logits are changed in place before the log-probs")
     if not assign and len(deleted) == last - first - 1:
         start = f"return {new_call}"
         deleted.append(scoring.last_statement)
@@ -335,6 +384,12 @@ def _edited_body(scoring: Scoring, options: dict[str, str]) -> list[Edit]:
     edits = [source.delete_with_comments(statement) for statement in deleted]
     small = source.only_one(scoring.model_statement, cst.BaseSmallStatement)
     return [source.replace(small, start), *edits, *ending]
+
+
+def _writes(source: Source, statement: Statement) -> bool:
+    """Return whether a statement writes into a tensor: it must not disappear."""
+    calls = [source.text(call.func).rpartition(".")[2] for call in source.all(cst.Call, statement)]
+    return any(name.endswith("_") and not name.endswith("__") for name in calls)
 
 
 def _stored_name(statement: Statement) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import os
 import signal
 import sys
 import threading
@@ -21,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from leanstep.diagnose.advice import APPLY
 from leanstep.diagnose.outputs import gate
 from leanstep.diagnose.step_records import Finding
 from leanstep.diagnose.watch import Watch
@@ -36,12 +36,13 @@ from leanstep.script.children import call_in_child, log_to, temporary_folder
 from leanstep.script.lines import USER, Line, judge_code, short_path
 from leanstep.script.run import Program, Stop, run_script
 
-# Rules that depend on the speed of this machine do not count against a repair.
-_UNSTABLE = ("slow-dtype",)
 # A finding must hold on this many recorded steps.
 STEPS = 2
 # Scripts with few updates are timed in several runs.
 SHORT_RUNS = 3
+# What the proof of an offer covers, and what it does not.
+PROVEN = "the gradients and parameter updates of the steps that were compared, against the fp64 reference"
+NOT_PROVEN = "printed and logged values, later steps, branches that were not taken"
 # Medians this close count as equal; otherwise the spread of the samples decides.
 SAME_TIME = 1.03
 NO_TIME = "no time left; a larger --budget tries it"
@@ -57,7 +58,7 @@ class Diagnosis:
     ended: str | None = None
 
     def counts(self) -> Counter[str]:
-        return Counter(f.rule for f in self.findings if f.rule not in _UNSTABLE)
+        return Counter(f.rule for f in self.findings)
 
 
 @dataclass
@@ -114,6 +115,7 @@ class Fixes:
             "offers": [offer.as_dict() for offer in self.offers],
             "together": self.together.as_dict() if self.together is not None else None,
             "refused": [{**_place(finding), "why": why} for finding, why in self.refused],
+            "proof_covers": [PROVEN, NOT_PROVEN],
             "diff": self.diff(),
         }
 
@@ -197,11 +199,11 @@ def find_fixes(
         ended = bench.diagnosis.ended or "without a training step"
         raise BadInput(f"fix: {script.name} ended {ended}; nothing can be repaired")
     of_rules = gate.selected(bench.diagnosis.findings, settings.rules, ())
-    project = repairs.Project(bench.diagnosis.files)
+    project = repairs.Project(bench.script, bench.diagnosis.files)
     tried: dict[frozenset[Edit], Offer | str] = {}
     for finding in gate.without_ignored(of_rules)[0]:
         try:
-            variants = repairs.variants(project, finding)
+            variants = repairs.repairs_of(project, finding)
         except NotUnderstood as error:
             fixes.refused.append((finding, str(error)))
             continue
@@ -301,19 +303,18 @@ class _Workbench:
             changed = changed_files(edits)
         except NotUnderstood as error:
             return str(error)
-        with overlaid(self.script, changed) as (copy, path):
+        with overlaid(self.script, repairs.project_root(self.script), changed) as (copy, path):
             self.say(f"{finding.rule}: diagnose the copy")
             after = self.diagnose(copy, path, timed=False)
             if after.ended is not None:
-                return f"{title}: the copy ended {after.ended}"
-            wrong = _not_gone(self.diagnosis, after, findings)
-            if wrong is not None:
-                return f"{title}: {wrong}"
+                return f"{title}: tried, the copy ended {after.ended}"
+            if _remains(self.diagnosis, after, findings):
+                return f"{title}: tried, the finding remains"
             own = self.job(copy, path=path)
             self.say(f"{finding.rule}: prove the copy")
             proof = self._proven(own)
             if not proof.ok:
-                return f"{title}: {proof.sentence()}"
+                return f"{title}: tried, {proof.sentence()}"
             self.say(f"{finding.rule}: proven; measure the copy")
             bench = measured(self.job(self.script), own, self.settings)
         bench.proven, bench.verdict = True, proof.sentence()
@@ -332,13 +333,10 @@ class _Workbench:
         return judge(proof, self._runs[0], own, self._runs[1])
 
 
-def _not_gone(before: Diagnosis, after: Diagnosis, findings: list[Finding]) -> str | None:
+def _remains(before: Diagnosis, after: Diagnosis, findings: list[Finding]) -> bool:
+    """Whether the copy has not fewer findings of a rule than the script."""
     old, new = before.counts(), after.counts()
-    for rule, wanted in Counter(finding.rule for finding in findings).items():
-        if new[rule] > old[rule] - wanted:
-            return "the finding remains"
-    came = [rule for rule in new if new[rule] > old[rule]]
-    return f"it adds a finding of {came[0]}" if came else None
+    return any(new[rule] > old[rule] - wanted for rule, wanted in Counter(f.rule for f in findings).items())
 
 
 def _diagnosed(
@@ -362,9 +360,8 @@ def _diagnosed(
         file = getattr(module, "__file__", None)
         # Some torch modules have file names that do not exist.
         if isinstance(file, str) and Path(file).is_file() and judge_code(file, "") & USER:
-            paths.add(Path(file).absolute())
-    findings = [f for f in watch.findings() if not f.line.library or f.leanstep == APPLY]
-    return Diagnosis(findings, sorted(paths), len(watch.steps), ended)
+            paths.add(Path(os.path.abspath(file)))  # noqa: PTH100  without `..`, links as they are
+    return Diagnosis(list(watch.findings()), sorted(paths), len(watch.steps), ended)
 
 
 def measured(before: Job, after: Job, settings: Settings) -> PairBench:
@@ -392,33 +389,34 @@ def is_slower(bench: PairBench) -> bool:
 
 
 @contextlib.contextmanager
-def overlaid(script: Path, changed: dict[Path, bytes]) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Create the copy of a script: folders of links that contain the changed files.
+def overlaid(script: Path, root: Path, changed: dict[Path, bytes]) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Create the copy of a project: a folder of links that contains the changed files.
 
-    The script still finds files that it opens by path, because the working directory does not change and all
-    files next to the script are linked. A changed module elsewhere gets a copy of its sys.path folder.
+    The script still finds files that it opens by path, relative to itself or to the working directory, which
+    does not change. Yields the script's copy and the sys.path on which changed modules are found.
     """
-    folder = script.parent
-    roots = {folder: {path for path in changed if path.is_relative_to(folder)} | {script}}
-    for path in changed:
-        if not path.is_relative_to(folder):
-            places = [Path(place) for place in sys.path if place and path.is_relative_to(Path(place))]
-            if places:
-                roots.setdefault(max(places, key=lambda place: len(place.parts)), set()).add(path)
+    files = {path.relative_to(root): data for path, data in changed.items()}
+    files.setdefault(script.relative_to(root), script.read_bytes())
     with temporary_folder("leanstep-fix-") as temporary:
-        copies: dict[Path, str] = {}
-        for number, (root, paths) in enumerate(roots.items()):
-            copies[root] = str(temporary / str(number))
-            files = {path.relative_to(root): changed.get(path, path.read_bytes()) for path in paths}
-            _link(root, Path(copies[root]), files)
-        places = tuple(copies.get(Path(place), place) if place else place for place in sys.path)
-        yield Path(copies[folder]) / script.name, places
+        copy = temporary / (root.name or "root")
+        _link(root, copy, files)
+        yield (
+            copy / script.relative_to(root),
+            tuple(_on_copy(place, root, copy, changed) for place in sys.path),
+        )
 
 
-def _link(root: Path, copy: Path, files: dict[Path, bytes]) -> None:
+def _on_copy(place: str, root: Path, copy: Path, changed: dict[Path, bytes]) -> str:
+    """Return the copy of a folder of sys.path if a changed file is in it."""
+    if not place or not any(path.is_relative_to(place) for path in changed):
+        return place
+    return str(copy / Path(place).relative_to(root)) if Path(place).is_relative_to(root) else place
+
+
+def _link(folder: Path, copy: Path, files: dict[Path, bytes]) -> None:
     copy.mkdir()
     tops = {path.parts[0] for path in files}
-    for entry in root.iterdir():
+    for entry in folder.iterdir():
         # Compiled files belong to the source next to them.
         if entry.name not in tops and entry.name != "__pycache__":
             (copy / entry.name).symlink_to(entry)
@@ -427,4 +425,4 @@ def _link(root: Path, copy: Path, files: dict[Path, bytes]) -> None:
             (copy / top).write_bytes(files[Path(top)])
         else:
             inner = {path.relative_to(top): data for path, data in files.items() if path.parts[0] == top}
-            _link(root / top, copy / top, inner)
+            _link(folder / top, copy / top, inner)

@@ -23,11 +23,21 @@ from libcst.metadata import (
 
 Node = TypeVar("Node", bound=cst.CSTNode)
 Statement: TypeAlias = "cst.SimpleStatementLine | cst.BaseCompoundStatement"
-LOOPS = (cst.For, cst.While)
+# The import lines that repairs write: name -> module.
+IMPORTS = {
+    "apply_leanstep": "leanstep.integrations.transformers",
+    "linear_cross_entropy": "leanstep.heads",
+    "masked_token_logprobs": "leanstep",
+    "model_logprobs": "leanstep",
+}
 
 
 class NotUnderstood(Exception):
-    """Why a place is left alone, in a few words."""
+    """Why a place is left alone, in a few words. is_other_code: the repair looks for something else."""
+
+    def __init__(self, reason: str, *, is_other_code: bool = False) -> None:
+        super().__init__(reason)
+        self.is_other_code = is_other_code
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,14 @@ class Edit:
     start: int
     end: int
     text: str
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One way to repair a finding."""
+
+    title: str
+    edits: tuple[Edit, ...]
 
 
 def apply(data: bytes, edits: Iterable[Edit]) -> bytes:
@@ -247,9 +265,9 @@ class Source:
             raise NotUnderstood("the statement shares its line")
         return start, indent
 
-    def import_line(self, module: str, name: str) -> list[Edit]:
-        """Add `from module import name` after the last import at the top, unless it exists."""
-        last = None
+    def import_line(self, name: str) -> list[Edit]:
+        """Add the import of one of our names after the last import at the top, unless it exists."""
+        module, last = IMPORTS[name], None
         for statement in self.module.body:
             is_line = isinstance(statement, cst.SimpleStatementLine)
             first: Any = statement.body[0] if is_line else None
@@ -261,6 +279,8 @@ class Source:
                 last = statement
             elif last is not None:
                 break
+        if name in self._used:
+            raise NotUnderstood(f"the file has a {name} of its own")
         if last is None:
             raise NotUnderstood("no import at the top of the file")
         _, end = self.span(last)

@@ -5,6 +5,7 @@ configuration.
     from leanstep.integrations.megacontext import apply_leanstep
 
     apply_leanstep(mc.runtime)          # before or after the controllers are made
+    apply_leanstep(mc.runtime, sampling=SamplingConfig(span_sampling="random"), gate=GateConfig(every=4))
 
 Values and gradients equal upstream's code to rounding, random numbers are drawn as upstream draws them, and
 the metrics it logs keep their names. docs/megacontext.md has the figures.
@@ -14,6 +15,7 @@ V contexts · W padded length · B samples · C variants per sample · P pairs
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -24,10 +26,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leanstep.lens import LensBatch, LensConfig, LensMetrics, ObjectiveConfig, SamplingConfig, lens_loss
+from leanstep.lens import (
+    GateConfig,
+    LensBatch,
+    LensConfig,
+    LensMetrics,
+    ObjectiveConfig,
+    SamplingConfig,
+    lens_loss,
+)
 from leanstep.lens.batch import pad_rows, real_cells, row_table
-from leanstep.lens.pairs import pairs_per_sample
-from leanstep.lens.telemetry import MemoryWatch
+from leanstep.lens.loss import pairs_per_sample
+from leanstep.lens.metrics import peak_memory
 
 METHOD = "_compute_lens_losses"
 TIMINGS = ("lens_loss_ms", "lens_forward_ms", "lens_ms")
@@ -35,11 +45,19 @@ TIMINGS = ("lens_loss_ms", "lens_forward_ms", "lens_ms")
 USED = ("_stack_working_contexts", "_run_lensnet_batched", "_batch_variant_scores")
 
 
-def apply_leanstep(runtime: Any) -> Any:
+def apply_leanstep(
+    runtime: Any, *, sampling: SamplingConfig | None = None, gate: GateConfig | None = None
+) -> Any:
     """Replace the lens loss of MegaContext and return `runtime`.
 
     Args:
         runtime: the module `mc.runtime`, its class `MCController`, or one controller.
+        sampling: pairs and entries that the loss uses; `max_pairs` and `hard_negative_ratio` remain
+            upstream's. None: every entry of every pair.
+        gate: how often the loss is computed; LensNet does not run on skipped calls. Modes "skip" and
+            "scale", counted in calls (unit "micro"). None: every call.
+
+    A class or a module holds the settings for all its controllers; a controller for itself and its copies.
     """
     target = getattr(runtime, "MCController", runtime)
     missing = [name for name in (METHOD, *USED) if not callable(getattr(target, name, None))]
@@ -48,9 +66,37 @@ def apply_leanstep(runtime: Any) -> Any:
         raise ValueError(
             f"runtime: expected mc.runtime, MCController or a controller, got {name} without {missing[0]}"
         )
-    replacement = compute_lens_losses if isinstance(target, type) else compute_lens_losses.__get__(target)
-    setattr(target, METHOD, replacement)
+    if gate is not None and gate.every > 1 and (gate.mode == "accumulate" or gate.unit != "micro"):
+        raise ValueError(
+            'gate: expected mode "skip" or "scale" and unit "micro" (upstream builds its variants anew in '
+            f"every micro-step), got mode {gate.mode!r}, unit {gate.unit!r}"
+        )
+    owner = target if isinstance(target, type) else type(target)
+    if not hasattr(getattr(owner, METHOD), "leanstep_stock"):
+        setattr(owner, METHOD, _settings_or_stock(getattr(owner, METHOD)))
+    target._leanstep_lens = (sampling, gate)
     return runtime
+
+
+def _settings_or_stock(stock: Any) -> Any:
+    """Return a method for the class: leanstep's for controllers with settings, else `stock`."""
+
+    @functools.wraps(stock)
+    def compute(controller: Any, batch_states: Sequence[Any]) -> Any:
+        if getattr(controller, "_leanstep_lens", None) is None:
+            return stock(controller, batch_states)
+        return compute_lens_losses(controller, batch_states)
+
+    compute.leanstep_stock = stock  # type: ignore[attr-defined]
+    return compute
+
+
+def is_due(controller: Any) -> bool:
+    """Count the call and return whether the gate computes the loss in it."""
+    _, gate = getattr(controller, "_leanstep_lens", (None, None))
+    calls = vars(controller).get("_leanstep_calls", 0)
+    controller._leanstep_calls = calls + 1
+    return gate is None or (calls - gate.phase) % gate.every == 0
 
 
 def compute_lens_losses(controller: Any, batch_states: Sequence[Any]) -> Tensor | None:
@@ -63,6 +109,8 @@ def compute_lens_losses(controller: Any, batch_states: Sequence[Any]) -> Tensor 
     controller._last_preference_agreement = None
     controller._last_policy_stats = {}
     controller._last_span_score_corr = None
+    if not is_due(controller):
+        return torch.zeros((), device=controller.device, dtype=controller._target_dtype)
     variants = [variant for sample in batch_states for variant in sample.variants]
     scored = [[v.token_loss_value is not None for v in sample.variants] for sample in batch_states]
     config = lens_config(controller)
@@ -75,8 +123,7 @@ def compute_lens_losses(controller: Any, batch_states: Sequence[Any]) -> Tensor 
     batch = make_batch(batch_states, config, pos, lod, valid)
     smooth = config.objective.budget_smooth_weight > 0
     state = scores.new_full((), controller._budget_mass_ema, dtype=torch.float64) if smooth else None
-    memory = vars(controller).setdefault("_leanstep_memory", MemoryWatch())
-    with memory.watch(pos.device, (*pos.shape, *batch.loss.shape)):
+    with peak_memory(pos.device, vars(controller).setdefault("_leanstep_memory", {})):
         result = lens_loss(
             scores,
             batch,
@@ -86,22 +133,23 @@ def compute_lens_losses(controller: Any, batch_states: Sequence[Any]) -> Tensor 
         )
     assert result.metrics is not None
     read_telemetry(controller, result.metrics, None if valid is None else batch.valid)
-    return result.loss
+    gate = config.gate
+    return result.loss * gate.every if gate.mode == "scale" and gate.every > 1 else result.loss
 
 
 def read_metrics(controller: Any) -> dict[str, float]:
     """Metrics of the last micro-step that upstream's script does not log, by upstream's naming.
 
     `mc/lens_loss_ms`, `mc/lens_forward_ms` and `mc/lens_ms` are upstream's own (`last_timings`), as is
-    `mc/variants_total` (`last_batch_profile`); `mc/peak_lens_mb` is the peak memory of the loss.
+    `mc/variants_total` (`last_batch_profile`); `mc/peak_lens_mb` is the peak memory of the loss on a GPU.
     """
     timings = {f"mc/{name}": controller.last_timings.get(name) for name in TIMINGS}
     profile = controller.last_batch_profile or {}
-    memory = vars(controller).get("_leanstep_memory", MemoryWatch())
+    memory = vars(controller).get("_leanstep_memory", {})
     values = {
         **timings,
         "mc/variants_total": profile.get("total_variants"),
-        "mc/peak_lens_mb": memory.peak_lens_mb,
+        "mc/peak_lens_mb": memory.get("peak_lens_mb"),
     }
     return {name: float(value) for name, value in values.items() if value is not None}
 
@@ -119,7 +167,7 @@ def make_batch(
         num_tokens=max(sample.tree.num_tokens() for sample in batch_states),
         valid=valid,
         counts=counts,
-    ).with_gists(config)
+    )
 
 
 def lens_batch(controller: Any, batch_states: Sequence[Any]) -> tuple[LensBatch, dict[str, Tensor]]:
@@ -158,6 +206,7 @@ def lens_config(controller: Any) -> LensConfig:
         float(config.lens_collapse_weight),
         max(1, config.max_lens_pairs),
         float(config.lens_hard_negative_ratio),
+        *getattr(controller, "_leanstep_lens", (None, None)),
     )
 
 
@@ -174,7 +223,10 @@ def _lens_config(
     collapse_weight: float,
     max_pairs: int,
     hard_negative_ratio: float,
+    sampling: SamplingConfig | None,
+    gate: GateConfig | None,
 ) -> LensConfig:
+    own = {"max_pairs": max_pairs, "hard_negative_ratio": hard_negative_ratio}
     return LensConfig(
         block_size=block_size,
         max_lod=max_lod,
@@ -187,7 +239,8 @@ def _lens_config(
             temperature=temperature,
             collapse_weight=collapse_weight,
         ),
-        sampling=SamplingConfig(max_pairs=max_pairs, hard_negative_ratio=hard_negative_ratio),
+        sampling=dataclasses.replace(sampling or SamplingConfig(), **own),
+        gate=gate or GateConfig(),
     )
 
 

@@ -7,32 +7,98 @@
 
 or the same as a function, `output_layer_logprobs(hidden, layer, targets, ...)`. `HiddenOutput(layer)` makes
 the layer return its input, for trainers whose loss is computed from what the model returns.
+
+With a Megatron-Core version that this module was not tested with, a warning says so, and log-probs of a few
+made-up rows are compared with Megatron's own cross-entropy before anything else is computed.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leanstep.integrations.versions import require_version
-from leanstep.logprob import LMHead, LogProbs, Tuning, VocabShards, linear_logprobs, token_logprobs
-from leanstep.logprob.parallel import resolve_group
-from leanstep.logprob.rows import RowPlan
+from leanstep.heads import Head, LogProbs, RowPlan, linear_logprobs, token_logprobs
+from leanstep.heads.parallel import resolve_group
+from leanstep.integrations.versions import is_tested_version, require_version
 
 TESTED = ("0.16",)
 # Rows checked per sequence: a model that changes its output changes every row.
 CHECKED_ROWS = 64
 
-require_version("megatron-core", ("0",))
+# Names the command that installs it; any version is tried.
+require_version("megatron-core", TESTED, allow_untested=True)
 
-from megatron.core import parallel_state  # noqa: E402 - after the check, so that a stub fails with our line
+from megatron.core import parallel_state  # noqa: E402 - after the check, so that a missing one has our line
+
+# What needs no comparison any more: "version", "layer".
+_checked: set[str] = set()
 
 
-def require_tested(*, allow_untested: bool = False) -> None:
-    """Refuse a Megatron-Core version that the adapters were not tested with."""
-    require_version("megatron-core", TESTED, allow_untested=allow_untested)
+def check_version() -> None:
+    """Warn, once per process, if the installed Megatron-Core was not tested; then compare on made-up logits.
+
+    Every rank of the tensor-parallel group calls it.
+
+    Raises:
+        ValueError: for another result than Megatron's own cross-entropy.
+    """
+    if "version" in _checked:
+        return
+    if is_tested_version("megatron-core", TESTED):
+        _checked.update(("version", "layer"))
+        return
+    # 8 rows over 32 local columns, the same on every rank but for its shard of the vocabulary.
+    group = resolve_group(tensor_parallel_group())
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    logits = torch.arange(8 * 32 * size, dtype=torch.float32).mul(0.7).sin().view(8, -1)
+    targets = torch.arange(8) * 5 % (32 * size)
+    shard, targets = logits.chunk(size, -1)[rank].to(_device()), targets.to(_device())
+    ours = token_logprobs(shard, targets, group=tensor_parallel_group()).logp
+    _compare(ours, _own_logprobs(shard[:, None], targets[:, None]).flatten())
+    _checked.add("version")
+
+
+def check_layer(layer: Any, weight: Tensor) -> None:
+    """In an untested version, compare log-probs of made-up rows with those of the layer's own forward."""
+    if "layer" in _checked:
+        return
+    with torch.no_grad():
+        rows = torch.arange(4 * weight.shape[1], device=weight.device).mul(0.7).sin().view(4, 1, -1)
+        rows = rows.to(weight.dtype)
+        logits = type(layer).forward(layer, rows, weight=weight)[0]
+        targets = torch.arange(len(logits), device=weight.device) * 5 % weight.shape[0]
+        ours = _layer_logprobs(rows, layer, targets, weight=weight).logp
+        _compare(ours, _own_logprobs(logits, targets[:, None]).flatten(), logits)
+    _checked.add("layer")
+
+
+@torch.no_grad()
+def _own_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Megatron's own, [S, B] of [S, B, V / TP]."""
+    if tensor_parallel_group() is None:
+        return logits.float().log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    # It writes into its input.
+    return -vocab_parallel_cross_entropy(logits.float().clone(), targets)
+
+
+def _compare(ours: Tensor, theirs: Tensor, logits: Tensor | None = None) -> None:
+    kind = torch.float32 if logits is None else logits.dtype
+    unit = max(torch.finfo(kind).eps, 2e-3 if ours.device.type == "cuda" else 1e-5)
+    limit = 4 * unit * max(1.0, theirs.abs().max().item())
+    difference = (ours - theirs).abs().max().item()
+    if not difference <= limit:
+        raise ValueError(
+            f"megatron-core: log-probs of made-up rows differ from Megatron's own by {difference:.3g}"
+        )
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tensor_parallel_group() -> Any:
@@ -42,22 +108,29 @@ def tensor_parallel_group() -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def apply_leanstep(output_layer: Any, *, allow_untested: bool = False) -> Any:
+def apply_leanstep(output_layer: Any) -> Any:
     """Add a method `logprobs(hidden, targets, ...)` to a Megatron output layer and return the layer.
 
-    The method is `output_layer_logprobs` of this layer; its forward is unchanged.
+    The method is `output_layer_logprobs` of this layer; its forward is unchanged. Copies of the layer have
+    the method with their own weight.
 
     Raises:
-        UnknownVersion, ValueError: for anything unsupported, before the first step.
+        ValueError: for anything unsupported, before the first step.
     """
-    require_tested(allow_untested=allow_untested)
+    check_version()
     _check_layer(output_layer)
-
-    def logprobs(hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
-        return output_layer_logprobs(hidden, output_layer, targets, allow_untested=allow_untested, **options)
-
-    output_layer.logprobs = logprobs
+    output_layer.logprobs = LayerLogprobs(output_layer)
     return output_layer
+
+
+class LayerLogprobs:
+    """The method `logprobs` of a layer; an object, so that a copied or unpickled layer has its own."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __call__(self, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
+        return output_layer_logprobs(hidden, self.layer, targets, **options)
 
 
 def vocab_parallel_logprobs(
@@ -65,7 +138,6 @@ def vocab_parallel_logprobs(
     targets: Tensor,
     *,
     vocab_total: int | None = None,
-    allow_untested: bool = False,
     **options: Any,
 ) -> LogProbs:
     """`token_logprobs` on this rank's [N, V / TP] logits; Megatron's padded columns are excluded.
@@ -76,9 +148,9 @@ def vocab_parallel_logprobs(
         vocab_total: the real vocabulary when the last shard is padded.
         options: as for `token_logprobs`.
     """
-    require_tested(allow_untested=allow_untested)
-    shards = VocabShards(tensor_parallel_group(), total=vocab_total)
-    return token_logprobs(logits, targets, shards=shards, **options)
+    check_version()
+    options |= {"group": tensor_parallel_group(), "vocab_total": vocab_total}
+    return token_logprobs(logits, targets, **options)
 
 
 def output_layer_logprobs(
@@ -88,7 +160,6 @@ def output_layer_logprobs(
     *,
     weight: Tensor | None = None,
     vocab_total: int | None = None,
-    allow_untested: bool = False,
     **options: Any,
 ) -> LogProbs:
     """`linear_logprobs` through a Megatron output layer: hidden rows are gathered before the projection.
@@ -101,21 +172,31 @@ def output_layer_logprobs(
 
     With `gradient_accumulation_fusion` the weight's gradient is added to its `main_grad`, as Megatron does.
     """
-    require_tested(allow_untested=allow_untested)
+    check_version()
     weight = output_layer.weight if weight is None else weight
     if weight is None:
         raise ValueError("weight: this output layer has no weight of its own; pass the shared embedding's")
     _check_layer(output_layer)
+    check_layer(output_layer, weight)
+    return _layer_logprobs(hidden, output_layer, targets, weight=weight, vocab_total=vocab_total, **options)
+
+
+def _layer_logprobs(
+    hidden: Tensor,
+    output_layer: Any,
+    targets: Tensor,
+    *,
+    weight: Tensor,
+    vocab_total: int | None = None,
+    **options: Any,
+) -> LogProbs:
     if hidden.dim() == 3:
         hidden = hidden.flatten(0, 1)
-    shards = VocabShards(
-        tensor_parallel_group(),
-        total=vocab_total,
-        sequence_parallel=bool(getattr(output_layer, "sequence_parallel", False)),
-    )
+    options |= {"group": tensor_parallel_group(), "vocab_total": vocab_total}
+    options["sequence_parallel"] = bool(getattr(output_layer, "sequence_parallel", False))
     if getattr(output_layer, "gradient_accumulation_fusion", False) and _is_trained(weight):
-        options.setdefault("tuning", Tuning(main_grad=weight.main_grad))  # type: ignore[attr-defined]
-    return linear_logprobs(hidden, LMHead(weight, output_layer.bias), targets, shards=shards, **options)
+        options.setdefault("main_grad", weight.main_grad)  # type: ignore[attr-defined]
+    return linear_logprobs(hidden, Head(weight, output_layer.bias), targets, **options)
 
 
 class HiddenOutput:
@@ -130,7 +211,8 @@ class HiddenOutput:
         if layer.bias is not None and layer.skip_bias_add:
             raise ValueError("output_layer: expected no bias, or one that the layer adds itself")
         self.layer = layer
-        self._project = layer.forward
+        # None: the class's forward, looked up on `self.layer`, so that copies project with their own weight.
+        self._own = vars(layer).get("forward")
         self._weight: Tensor | None = None
         self._returned: Tensor | None = None
         self._is_checked = False
@@ -145,7 +227,10 @@ class HiddenOutput:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the input; the model calls this instead of the projection."""
         if runtime_gather_output:
-            return self._project(input_, weight=weight, runtime_gather_output=True, **options)
+            project = (
+                functools.partial(type(self.layer).forward, self.layer) if self._own is None else self._own
+            )
+            return project(input_, weight=weight, runtime_gather_output=True, **options)
         self._weight = self.layer.weight if weight is None else weight
         if not self._is_checked:
             self._returned = input_.detach()
@@ -184,7 +269,7 @@ class HiddenOutput:
         rows = plan.rows_host if self.layer.sequence_parallel else plan.rows
         # Megatron returns fp32 outputs; casting back to the weight's dtype loses nothing.
         hidden = hidden.to(self._weight.dtype)
-        options = {"weight": self._weight, "rows": rows, "allow_untested": True, **options}
+        options = {"weight": self._weight, "rows": rows, **options}
         return output_layer_logprobs(hidden, self.layer, targets, **options)
 
 

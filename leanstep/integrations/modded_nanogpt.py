@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leanstep.gpt import unbind_bank
-from leanstep.muon import polar, transpose_add, transpose_copy
-from leanstep.muon.polar import gram_matrix, quadratic
+from leanstep.muon import polar, transpose_add, transpose_copy, unbind_bank
+from leanstep.muon.polar import has_kernel
+from leanstep.muon.transpose import triton_kernels
 
 __all__ = [
     "XTX",
@@ -30,17 +30,20 @@ __all__ = [
 
 def XXT(A: Tensor, out: Tensor) -> Tensor:
     """out = A @ A.mT for A [M, K] or [B, M, K]; returns out."""
-    return gram_matrix(A, out)
+    return triton_kernels().xxt(A, out) if has_kernel(A) else out.copy_(A @ A.mT)
 
 
 def XTX(A: Tensor, out: Tensor) -> Tensor:
     """out = A.mT @ A for A [M, K] or [B, M, K]; returns out."""
-    return gram_matrix(A, out, tall=True)
+    return triton_kernels().xtx(A, out) if has_kernel(A) else out.copy_(A.mT @ A)
 
 
 def ba_plus_cAA(A: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
     """out = alpha * A @ A + beta * A for a symmetric A [M, M] or [B, M, M]; returns out."""
-    return quadratic(A, out, 0.0, beta, alpha, identity=False)
+    if has_kernel(A):
+        return triton_kernels().ba_caa(A, out, alpha=alpha, beta=beta)
+    add = torch.addmm if A.ndim == 2 else torch.baddbmm
+    return out.copy_(add(A, A, A, beta=beta, alpha=alpha))
 
 
 @torch.no_grad()
@@ -61,11 +64,10 @@ def polar_express(
         split_baddbmm: accepted and ignored: which products are split is leanstep's choice.
 
     Returns:
-        bfloat16, shaped like `grad_chunk`. For a float instead of `momentum_t` and momentum, norm and cast in
-        one pass, see `leanstep.muon.momentum_polar`.
+        bfloat16, shaped like `grad_chunk`. With a float for the momentum: `momentum_polar`.
     """
     momentum = momentum_t.to(grad_chunk.dtype)
     momentum_buffer.lerp_(grad_chunk, 1 - momentum)
     update = grad_chunk.lerp_(momentum_buffer, momentum)
-    factor = polar(update, eps_mode="absolute", method="standard", compute_dtype=torch.bfloat16)
+    factor = polar(update, eps_mode="absolute", compute_dtype=torch.bfloat16)
     return factor.bfloat16()

@@ -40,7 +40,6 @@ FLAGS = {
         "The output layer returns hidden states; log-probs and entropy of the response rows are computed "
         "from them tile by tile, so the logits never exist."
     ),
-    "--leanstep-allow-untested": "Try a Megatron-Core version that leanstep was not tested with.",
 }
 HOOK = "leanstep.integrations.slime.apply_leanstep"
 
@@ -147,14 +146,14 @@ def apply_leanstep(args: Namespace) -> None:
     torch.distributed is set up and before the model is built. Without flags nothing is replaced.
 
     Raises:
-        UnknownVersion, ValueError: what is not supported is refused here, before the first step.
+        ValueError: what is not supported is refused here, before the first step.
     """
     check_arguments(args)
     if not _is_on(args):
         return
     from leanstep.integrations import megatron
 
-    megatron.require_tested(allow_untested=_flag(args, "leanstep_allow_untested"))
+    megatron.check_version()
     trainer = _loaded_trainer()
     scoring, losses = sys.modules[trainer.scoring], import_module(trainer.losses)
     stock = inspect.unwrap(_checked(scoring, "get_log_probs_and_entropy"))

@@ -13,10 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.logprob import Allowed, LogProbs, Tuning, VocabShards, token_logprobs
-from leanstep.logprob.layout import Layout
-from leanstep.logprob.parallel import resolve_group, return_parts
-from leanstep.logprob.rows import RowPlan, place_response, plan_rows, select_allowed, slice_response
+from leanstep.heads import (
+    LogProbs,
+    RowPlan,
+    place_response,
+    plan_rows,
+    return_parts,
+    select_allowed,
+    slice_response,
+    token_logprobs,
+)
+from leanstep.heads.layout import Layout
+from leanstep.heads.parallel import resolve_group
 
 # Total and response lengths of the samples.
 Lengths = tuple[Sequence[int], Sequence[int]]
@@ -189,12 +197,12 @@ def _layout(args: Namespace, cp_size: int) -> Layout:
     return form  # type: ignore[return-value]
 
 
-def _allowed(plan: RowPlan, options: dict[str, Any]) -> Allowed | None:
+def _allowed(plan: RowPlan, options: dict[str, Any]) -> tuple[Tensor, ...] | None:
     """Return the ids in the rollout's top-p set, per row; all ids for a response token without a set."""
     ids, offsets = options.get("top_p_token_ids"), options.get("top_p_token_offsets")
     if ids is None or offsets is None:
         return None
-    return Allowed(*select_allowed(_on_host(ids), _on_host(offsets), plan))
+    return select_allowed(_on_host(ids), _on_host(offsets), plan)
 
 
 def _from_logits(
@@ -208,8 +216,8 @@ def _from_logits(
         targets,
         rows=plan.rows,
         # Padded columns count, as they do in slime.
-        shards=VocabShards(megatron.tensor_parallel_group()),
-        tuning=Tuning(tile=(int(chunk), None)) if chunk is not None and chunk > 0 else None,
+        group=megatron.tensor_parallel_group(),
+        chunk_rows=int(chunk) if chunk is not None and chunk > 0 else None,
         **settings,
     )
 

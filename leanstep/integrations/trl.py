@@ -14,18 +14,25 @@ advantages, the loss, metrics, DDP and FSDP wrapping) to TRL.
 from __future__ import annotations
 
 import contextlib
-import functools
+import inspect
 import sys
-import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from leanstep.integrations.causal_lm import check_head, check_router, router_loss, score_labels
+from leanstep.heads.logprob import Entropy
+from leanstep.integrations.causal_lm import (
+    check_head,
+    check_router,
+    last_hidden,
+    router_loss,
+    score_labels,
+)
+from leanstep.integrations.class_forward import handle_calls
 from leanstep.integrations.versions import require_version
-from leanstep.logprob.inputs import Entropy
 
 require_version("trl", ("1",))
 
@@ -33,23 +40,16 @@ require_version("trl", ("1",))
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, SFTTrainer  # noqa: E402
 
 from leanstep.integrations.trl_distill import is_distillation, replace_divergence  # noqa: E402
-from leanstep.integrations.trl_reward import (  # noqa: E402
-    TESTED,
-    GroupCollator,
-    LeanRewardTrainer,
-    reward_loss,
-)
 
 __all__ = [
-    "GroupCollator",
     "LeanDPOTrainer",
     "LeanGRPOTrainer",
     "LeanKTOTrainer",
-    "LeanRewardTrainer",
     "LeanSFTTrainer",
     "apply_leanstep",
-    "reward_loss",
 ]
+
+TESTED = ("1.16",)
 
 # Outputs of the policy that a trainer reads besides log-probs and entropy. A reference needs only log-probs.
 READS = {
@@ -76,26 +76,25 @@ def apply_leanstep(trainer: Any, *, allow_untested: bool = False, check: bool = 
     require_version("trl", TESTED, allow_untested=allow_untested)
     if is_distillation(trainer):
         return replace_divergence(trainer)
-    reads = _reads(trainer)
-    options = {
-        "temperature": getattr(trainer, "temperature", 1.0),
-        "in_fp32": bool(getattr(trainer.args, "cast_lm_head_to_fp32", False)),
-    }
-
-    def entropy_mode() -> Entropy:
-        # TRL reads the entropy on every step for its metric; its gradient matters only with the bonus on.
-        bonus = getattr(trainer, "_entropy_bonus_enabled", False)
-        return "grad" if bonus and torch.is_grad_enabled() else "metric"
-
-    answers: list[tuple[Any, tuple[str, ...], Callable[[], Entropy]]] = [(trainer.model, reads, entropy_mode)]
+    # TRL reads the entropy on every step for its metric; its gradient matters only with the bonus on.
+    bonus = getattr(trainer, "_entropy_bonus_enabled", False)
+    policy = FusedCalls(
+        _reads(trainer),
+        entropy="grad" if bonus else "metric",
+        temperature=getattr(trainer, "temperature", 1.0),
+        in_fp32=bool(getattr(trainer.args, "cast_lm_head_to_fp32", False)),
+    )
+    models = [(trainer.model, policy)]
     if getattr(trainer, "ref_model", None) is not None:
-        answers.append((trainer.ref_model, (), lambda: "none"))
-    for model, outputs, entropy in answers:
+        reference = FusedCalls((), "none", policy.temperature, policy.in_fp32)
+        models.append((trainer.ref_model, reference))
+    for model, calls in models:
         causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+        _remove_fused_head(causal)
         if check:
-            check_head(causal)
-            check_router(causal, asked=model is trainer.model and getattr(trainer, "aux_loss_enabled", False))
-        _answer_fused_calls(causal, entropy, outputs=outputs, **options)
+            check_head(causal, of_backbone=True)
+            check_router(causal, asked=calls is policy and getattr(trainer, "aux_loss_enabled", False))
+        handle_calls(causal, calls)
     return trainer
 
 
@@ -108,45 +107,50 @@ def _reads(trainer: Any) -> tuple[str, ...]:
     raise ValueError(f"trainer: expected {expected}, got {type(trainer).__name__}")
 
 
-def _answer_fused_calls(model: nn.Module, entropy_mode: Callable[[], Entropy], **options: Any) -> None:
-    from trl.trainer.utils import FusedCausalLMOutput
+@dataclass
+class FusedCalls:
+    """Handles `model(..., fused_lm_head=True)` as TRL's own head does; every other call is the model's own.
 
-    stock = model.forward
-    config = model.config.get_text_config()  # type: ignore[union-attr]
+    Attributes:
+        outputs: fields besides log-probs and entropy.
+        entropy: "grad" if it needs a gradient where gradients are on.
+    """
 
-    # Keep the model's signature: `generate` validates its keyword arguments against it.
-    @functools.wraps(type(model).forward)
-    def forward(
-        self: Any,
-        *args: Any,
-        fused_lm_head: bool = False,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        if not fused_lm_head:
-            label_arguments = {
-                "labels": labels,
-                "shift_labels": shift_labels,
-                "num_items_in_batch": num_items_in_batch,
-            }
-            return stock(*args, **{k: v for k, v in label_arguments.items() if v is not None}, **kwargs)
+    outputs: tuple[str, ...]
+    entropy: Entropy
+    temperature: float
+    in_fp32: bool
+
+    def __call__(self, model: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.pop("fused_lm_head", False):
+            return stock(*args, **kwargs)
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        config = model.config.get_text_config()
+        labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        items = kwargs.pop("num_items_in_batch", None)
+        target = labels if shift_labels is None else shift_labels
+        if target is None:
+            raise ValueError("labels: a fused call needs labels or shift_labels, got neither")
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         kwargs["use_cache"] = False
-        backbone = self.base_model(*args, **kwargs)
-        shifted = shift_labels is not None
-        target = shift_labels if shifted else labels
-        if target is None:
-            raise ValueError("labels: a fused call needs labels or shift_labels, got neither")
+        backbone = model.base_model(*args, **kwargs)
+        entropy = "metric" if self.entropy == "grad" and not torch.is_grad_enabled() else self.entropy
         scores = score_labels(
-            self, backbone.last_hidden_state, target, shifted=shifted, entropy=entropy_mode(), **options
+            model,
+            last_hidden(model, backbone),
+            target,
+            shifted=shift_labels is not None,
+            entropy=entropy,
+            outputs=self.outputs,
+            temperature=self.temperature,
+            in_fp32=self.in_fp32,
         )
-        items = scores.mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        items = scores.mask.sum().clamp(min=1) if items is None else items
         loss, aux_loss = -scores.logp.sum() / items, None
         if kwargs.get("output_router_logits"):
-            aux_loss = router_loss(self, backbone, kwargs.get("attention_mask"))
+            aux_loss = router_loss(model, backbone, kwargs.get("attention_mask"))
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(
             loss=loss,
@@ -159,7 +163,16 @@ def _answer_fused_calls(model: nn.Module, entropy_mode: Callable[[], Entropy], *
             aux_loss=aux_loss,
         )
 
-    model.forward = types.MethodType(forward, model)
+
+def _remove_fused_head(model: nn.Module) -> None:
+    """Remove TRL's own fused forward from the object; its closure would run the original in every copy."""
+    function: Any = getattr(vars(model).get("forward"), "__func__", None)
+    if getattr(getattr(function, "__code__", None), "co_name", None) != "_fused_forward":
+        return
+    original = inspect.getclosurevars(function).nonlocals["original_forward"]
+    del model.forward
+    if getattr(original, "__func__", None) is not type(model).forward:
+        model.forward = original
 
 
 class _LeanHead:

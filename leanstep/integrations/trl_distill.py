@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from leanstep.logprob import LMHead, Transform
-from leanstep.objectives import TeacherHead, linear_distill_loss
+from leanstep.heads import Head, TeacherHead, linear_distill_loss
 
 
 def divergence_loss(
@@ -46,27 +45,25 @@ def divergence_loss(
     if unknown:
         raise ValueError(f"options: expected those of TRL 1.16, got {', '.join(sorted(unknown))}")
 
-    def side(name: str, weight: Tensor) -> tuple[LMHead, Transform]:
+    def side(name: str, weight: Tensor) -> Head:
         softcap = options.get(f"{name}_final_logit_softcapping")
         scale = options.get(f"{name}_logit_scale", 1.0)
-        return LMHead(weight, options.get(f"{name}_lm_head_bias")), Transform(scale, softcap)
+        return Head(weight, options.get(f"{name}_lm_head_bias"), None, scale, softcap)
 
     valid = completion_mask.reshape(-1) != 0
     rows = valid.nonzero().flatten()
-    head, transform = side("student", student_lm_head_weight)
-    teacher_head, teacher_transform = side("teacher", teacher_lm_head_weight)
+    head = side("student", student_lm_head_weight)
+    teacher = side("teacher", teacher_lm_head_weight)
     items = options.get("num_items_in_batch")
     out = linear_distill_loss(
         student_hidden_states.flatten(0, 1),
         head,
-        TeacherHead(teacher_hidden_states.flatten(0, 1), teacher_head, teacher_transform),
+        TeacherHead(teacher_hidden_states.flatten(0, 1), teacher),
         divergence=("jsd", beta),
         temperature=options.get("temperature", 1.0),
         rows=rows,
         normalizer=items.float() if isinstance(items, Tensor) else items,
-        transform=transform,
     )
-    assert out.entropy is not None
     return out.loss, out.entropy.sum(), valid.sum()
 
 
@@ -74,14 +71,12 @@ def replace_divergence(trainer: Any) -> Any:
     """Let `trainer`, a `trl.DistillationTrainer`, compute its loss with `divergence_loss`."""
     from trl.trainer import distillation_trainer
 
-    stock = trainer._compute_loss
-
-    @functools.wraps(stock)
+    @functools.wraps(type(trainer)._compute_loss)
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         original = distillation_trainer._chunked_divergence_loss
         distillation_trainer._chunked_divergence_loss = divergence_loss
         try:
-            return stock(*args, **kwargs)
+            return type(self)._compute_loss(self, *args, **kwargs)
         finally:
             distillation_trainer._chunked_divergence_loss = original
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leanstep.heads import linear_logprobs, token_logprobs
 from leanstep.integrations.versions import require_version
-from leanstep.logprob import linear_logprobs, token_logprobs
 
 TESTED = ("0.9",)
 

@@ -1,6 +1,6 @@
 """Working contexts as padded tensors, the input of one call of the objective.
 
-V contexts · W padded length · B samples · C variants per sample · T tokens per sequence · G gists per context
+V contexts · W padded length · B samples · C variants per sample · T tokens per sequence
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from leanstep.lens.lens_config import LensConfig
+from leanstep.lens.config import LensConfig
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,6 @@ class Variant:
     is_baseline: bool = False
 
 
-# Sort keys combine a position with a LOD of at most 7 in the low bits.
-GIST_STEP = 8
-
-
-@dataclass(frozen=True)
-class GistList:
-    """Entries above LOD 0, and the sorted keys of all entries, for lookups without a table.
-
-    Equivalent to, for the first context:
-        starts = batch.pos[0][batch.lod[0] > 0]                  # rows[0, 1, :len(starts)] == 8 * starts
-
-    Args:
-        rows: [V, 4, G] int64: cell in the flattened [V, W] tensors, 8 * start, LOD (-1 = padding), span.
-        key: [V * W + 1] int64, ascending: context * stride + 8 * start + LOD, followed by a sentinel.
-        stride: distance between the keys of two contexts, a multiple of 8 * b.
-        top_level: the highest LOD in the batch, a host integer.
-    """
-
-    rows: Tensor
-    key: Tensor
-    stride: int
-    top_level: int
-
-
 @dataclass(frozen=True)
 class LensBatch:
     """A micro-batch of variants. Create it with `from_variants` or `from_tensors`.
@@ -78,8 +54,6 @@ class LensBatch:
         tokens: [V] int64, tokens in the context's sequence.
         baseline: [B] int64, which variant of the sample is the baseline.
         num_tokens: length of the longest sequence, a host integer (it sets the size of the lookup table).
-        gists: the entries above LOD 0 by context, or None if unknown. With it the fused CPU path visits
-            only the blocks that can have a target.
         counts: variants per sample, host integers, or None if unknown.
     """
 
@@ -91,7 +65,6 @@ class LensBatch:
     tokens: Tensor
     baseline: Tensor
     num_tokens: int
-    gists: GistList | None = None
     counts: tuple[int, ...] | None = None
 
     @property
@@ -111,7 +84,6 @@ class LensBatch:
         has_loss: Tensor | None = None,
         tokens: Tensor | None = None,
         baseline: Tensor | None = None,
-        gists: GistList | None = None,
         counts: tuple[int, ...] | None = None,
     ) -> LensBatch:
         """Check shapes and dtypes and fill in defaults. Reads no device value; `check` does."""
@@ -163,7 +135,6 @@ class LensBatch:
             tokens=tokens,
             baseline=baseline,
             num_tokens=num_tokens,
-            gists=gists,
             counts=counts,
         )
 
@@ -215,11 +186,7 @@ class LensBatch:
         )
         if source_device.type == "cpu":
             batch.check(config)
-        return batch.with_gists(config).to(source_device if device is None else device)
-
-    def with_gists(self, config: LensConfig) -> LensBatch:
-        """Return the same batch with its gists listed if a path uses them: see `list_gists`."""
-        return replace(self, gists=list_gists(self, config))
+        return batch.to(source_device if device is None else device)
 
     def with_losses(self, losses: Tensor, *, gist_delta_weight: float = 0.0) -> LensBatch:
         """Return the same contexts with the base model's losses [V], which stay on their device.
@@ -285,8 +252,7 @@ class LensBatch:
             name: getattr(self, name).to(device)
             for name in ("pos", "lod", "valid", "loss", "row", "tokens", "baseline")
         }
-        # Only the closed form on a CPU reads the gists.
-        return replace(self, **moved, gists=self.gists if torch.device(device).type == "cpu" else None)
+        return replace(self, **moved)
 
 
 def context_rows(samples: Sequence[Sequence[Variant]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -339,54 +305,6 @@ def row_table(counts: Sequence[int]) -> Tensor:
     return torch.tensor(table, dtype=torch.int64).view(len(counts), width)
 
 
-def list_gists(batch: LensBatch, config: LensConfig) -> GistList | None:
-    """List the gists of each context, for the closed form on a CPU.
-
-    Returns None on a GPU, whose kernels read dense rows, and for contexts with overlapping entries, unsorted
-    positions or holes, which also need dense rows.
-    """
-    if batch.pos.numel() == 0 or batch.pos.device.type != "cpu":
-        return None
-    # numpy: for a few hundred numbers the overhead of a torch call exceeds its work.
-    pos, lod, valid = (np.ascontiguousarray(t.numpy()) for t in (batch.pos, batch.lod, batch.valid))
-    num_contexts, width = pos.shape
-    # An empty block after the last token separates blocks of real tokens from the padding.
-    stride = (batch.num_tokens // config.block_size + 2) * config.block_size
-    start_VW, padded = pos, np.count_nonzero(valid) < valid.size
-    if padded:
-        if np.any((valid[:, 1:] != valid[:, :-1]).sum(1) > 1):
-            return None
-        # Left padding sorts before its context's first token, right padding after the last one.
-        start_VW = np.where(valid, pos, np.where(valid[:, :1], stride - 1, -1))
-    backward = start_VW[:, 1:] <= start_VW[:, :-1]
-    if np.any(backward & valid[:, 1:] & valid[:, :-1] if padded else backward):
-        return None
-    cell = np.flatnonzero(lod != 0)
-    context, level = cell // width, lod.take(cell).astype(np.int64)
-    start, span = pos.take(cell), np.take(config.spans(), level)
-    after = np.minimum(cell + 1, pos.size - 1)
-    # The next cell is in the same context and is not padding.
-    follows = ((cell + 1) % width > 0) & valid.take(after)
-    if np.any(follows & (start + span > pos.take(after))):
-        return None
-    counts = np.bincount(context, minlength=num_contexts)
-    column = np.arange(cell.size) - (np.cumsum(counts) - counts).take(context)
-    first = np.arange(num_contexts)[:, None]
-    # Padding: the last cell of its context, a start after the last token, no level.
-    rows = np.zeros((num_contexts, 4, max(int(counts.max()), 1)), dtype=np.int64)
-    rows[:, 0] = first * width + (width - 1)
-    rows[:, 1] = batch.num_tokens * GIST_STEP
-    rows[:, 2] = -1
-    rows[context, :, column] = np.stack([cell, start * GIST_STEP, level, span], 1)
-    key = torch.empty(num_contexts * width + 1, dtype=torch.int64)
-    origin, starts = torch.from_numpy(first * (stride * GIST_STEP)), torch.from_numpy(start_VW)
-    torch.add(origin, starts, alpha=GIST_STEP, out=key[:-1].view(num_contexts, width))
-    key.numpy()[cell] += level
-    key[-1] = 1 << 60
-    top_level = int(level.max(initial=-1))
-    return GistList(torch.from_numpy(rows), key, stride * GIST_STEP, top_level)
-
-
 def _loss_table(losses: list[list[float | Tensor | None]], width: int, dtype: torch.dtype) -> Tensor:
     """Return losses [B, C] with NaN for missing ones; tensors are stacked on their device, never read."""
     on_device = [x for row in losses for x in row if isinstance(x, Tensor)]
@@ -414,3 +332,11 @@ def _loss_table(losses: list[list[float | Tensor | None]], width: int, dtype: to
                 cells.append(missing if x is None else torch.full((), x, dtype=dtype, device=device))
     table = torch.stack(cells) if cells else torch.zeros(0, dtype=dtype)
     return table.view(len(losses), width)
+
+
+def owned_tokens(batch: LensBatch, config: LensConfig) -> Tensor:
+    """Return [V, W] int64: tokens that each entry covers first; a row sums to the distinct tokens."""
+    span = torch.pow(config.block_size, torch.arange(config.max_lod + 1, device=batch.lod.device))
+    stop = torch.minimum(batch.pos + span[batch.lod.long()], batch.tokens[:, None]).where(batch.valid, 0)
+    covered_before = pad(stop.cummax(1).values, (1, -1)) if stop.numel() else stop
+    return (stop - torch.maximum(batch.pos, covered_before)).clamp(min=0).where(batch.valid, 0)

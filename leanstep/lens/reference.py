@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from leanstep.lens.batch import LensBatch
-from leanstep.lens.lens_config import LensConfig
-from leanstep.lens.telemetry import LensResult
+from leanstep.lens.config import LensConfig
+from leanstep.lens.metrics import LensResult
 
 Pair = tuple[int, int, int, float]  # sample, better variant, worse variant, delta
 Entry = tuple[int, int]  # position, lod
@@ -227,7 +227,7 @@ def lens_loss_reference(
     """Compute the objective over a micro-batch, pair by pair; same arguments and result as `lens_loss`.
 
     Equivalent to the table in docs/lens.md, and to:
-        lens_loss(scores, batch, config, backend="eager")
+        lens_loss(scores, batch, config)
 
     Args:
         scores: [V, W]; the other arguments as in `lens_loss`.

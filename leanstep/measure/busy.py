@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from leanstep.script.children import start_program
+from leanstep.script.children import Child, ended_afterwards, start
 
-# It never waits, so it uses all the time that the scheduler assigns to it.
-PROGRAM = "while True: pass"
 # The kernel counts hundredths of a second.
 LOOK_S = 0.1
 BUSY_SHARE = 0.5
@@ -26,11 +23,17 @@ BUSY_SHARE = 0.5
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Run `count` processes that compute without pause during the block."""
-    with contextlib.ExitStack() as stack:
+    children: list[Child] = []
+    with ended_afterwards(children):
         for _ in range(count):
-            child = start_program([sys.executable, "-I", "-S", "-c", PROGRAM], env=os.environ)
-            stack.callback(child.kill)
+            children.append(start(_compute, (), fork=False))
         yield
+
+
+def _compute() -> None:
+    """Never wait, to use all the time that the scheduler assigns."""
+    while True:
+        pass
 
 
 def sleep_while_waiting() -> None:

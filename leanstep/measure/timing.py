@@ -78,11 +78,7 @@ def time_box(seconds: float) -> Iterator[None]:
     previous: Any = None
 
     def ring(number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - started < seconds:
-            # The command line uses the same timer to repeat a Ctrl-C that a destructor suppressed.
-            if callable(previous):
-                previous(number, frame)
-        elif not _is_importing(frame):
+        if time.monotonic() - started >= seconds and not _is_importing(frame):
             raise TimeUp
 
     if can_interrupt:

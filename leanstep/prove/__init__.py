@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from leanstep.prove.capture import Captured, Update, update
 from leanstep.prove.compare import PairProof, prove_scripts
-from leanstep.prove.cuts import CutsProof, prove_cuts, same_update
+from leanstep.prove.cuts import CutsProof, same_update
+from leanstep.prove.difference import prove_cuts
+from leanstep.prove.functions import FunctionsProof, prove_functions
 from leanstep.prove.invariance import InvarianceProof, prove_invariance, row_invariance
 from leanstep.prove.script_jobs import Job, run_job
 from leanstep.prove.twin import Twin
@@ -16,12 +18,14 @@ from leanstep.prove.twin import Twin
 __all__ = [
     "Captured",
     "CutsProof",
+    "FunctionsProof",
     "InvarianceProof",
     "Job",
     "PairProof",
     "Twin",
     "Update",
     "prove_cuts",
+    "prove_functions",
     "prove_invariance",
     "prove_scripts",
     "row_invariance",

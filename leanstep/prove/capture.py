@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from leanstep.prove.captured import Captured, Update, generators, names_by_owner
 from leanstep.prove.sketches import Sketch, each, outside_modes, sketch, whole
+from leanstep.prove.watch import Values, custom_functions, gradient_of, terms
 from leanstep.script.hooks import replace_function, wrap_closure
 from leanstep.script.run import Stop
 from leanstep.script.steps import StepListener, StepMarker
@@ -32,6 +33,23 @@ from leanstep.script.steps import StepListener, StepMarker
 # Maximum number of distinct token ids in a histogram: larger than any vocabulary in use.
 _MAX_IDS = 1 << 20
 MOST_TARGETS = 1 << 16
+# First inputs that are looked at before one reaches a backward.
+MOST_INPUTS = 16
+
+
+@dataclass
+class _Data:
+    """What a first layer reads. A forward that reaches no backward, such as shape inference, is not data."""
+
+    value: Any
+    reached: bool
+
+    @staticmethod
+    def of(value: Any, result: Tensor) -> _Data:
+        data = _Data(value, not result.requires_grad)
+        if result.requires_grad:
+            result.register_hook(lambda gradient: setattr(data, "reached", gradient is not None))
+        return data
 
 
 @dataclass
@@ -40,8 +58,10 @@ class _Part:
 
     update: Update = field(default_factory=lambda: Update(0))
     losses: list[Tensor] = field(default_factory=list)
-    embedded: dict[int, list[Tensor]] = field(default_factory=dict)
+    embedded: dict[int, list[_Data]] = field(default_factory=dict)
+    first_inputs: list[_Data] = field(default_factory=list)
     arrived: list[dict[int, Sketch]] = field(default_factory=list)
+    terms: dict[tuple[int, str], dict[int, Sketch]] = field(default_factory=dict)
     is_over: bool = False
 
 
@@ -52,6 +72,7 @@ class Recorder(StepListener):
         steps: number of updates to capture; None = all.
         full: also store the full gradients and changes of the latest update: two copies of the gradients.
         parts: also store the gradient that each backward call added, for `same_update`.
+        values: records the program's values and lines; the summands of each loss are then stored as well.
         on_done: called from inside the program when `steps` updates are complete.
         on_update: called with each complete update, full tensors included.
     """
@@ -62,12 +83,13 @@ class Recorder(StepListener):
         *,
         full: bool = False,
         parts: bool = False,
+        values: Values | None = None,
         on_done: Callable[[], None] | None = None,
         on_update: Callable[[Update], None] | None = None,
     ) -> None:
         self.captured = Captured()
         self._steps, self._full, self._parts = steps, full, parts
-        self._on_done, self._on_update = on_done, on_update
+        self._on_done, self._on_update, self._values = on_done, on_update, values
         self._stack = contextlib.ExitStack()
         self._marker = StepMarker(self)
         self._part: _Part | None = None
@@ -109,6 +131,9 @@ class Recorder(StepListener):
     # Hooks on functions that the program calls.
 
     def backward_begins(self, outputs: Any) -> None:
+        if _in_transform():
+            # torch.func.grad inside a fused loss: a part of its forward.
+            return
         if self._inside is None:
             self._leave_ended_part()
         part = self._current()
@@ -116,10 +141,16 @@ class Recorder(StepListener):
             for loss in (outputs,) if isinstance(outputs, Tensor) else outputs:
                 if isinstance(loss, Tensor) and loss.numel() == 1:
                     part.losses.append(loss.detach().clone())
+        if self._parts:
+            part.update.functions += custom_functions(outputs)
+        if self._values is not None and isinstance(outputs, Tensor) and outputs.numel() == 1:
+            self._note_terms(part, outputs)
         self._in_backward = True
         self._fresh = {}
 
     def backward_ends(self, result: Any) -> None:
+        if _in_transform():
+            return
         self._in_backward = False
         part = self._current()
         if self._parts:
@@ -127,6 +158,34 @@ class Recorder(StepListener):
             part.update.counts.append(self._take_counts())
             part.update.targets, self._targets = part.update.targets + self._targets, []
         self._note_by_hand(result)
+
+    def _note_terms(self, part: _Part, loss: Tensor) -> None:
+        """Sketch the gradient of each summand of the loss; a sum over the update's backward calls."""
+        assert self._values is not None
+        summands = terms(loss, self._values.lines)
+        parameters = [p for p in self._held if p.requires_grad]
+        for number, term in enumerate(summands if len(summands) > 1 else []):
+            try:
+                gradients = gradient_of(term, loss, parameters)
+            except RuntimeError:
+                # Reentrant checkpoints and some Functions refuse it: nothing is said about summands.
+                part.terms = {}
+                break
+            known = part.terms.setdefault((number, term.line), {})
+            with outside_modes():
+                for p, gradient in zip(parameters, gradients, strict=True):
+                    if gradient is not None:
+                        new = sketch(whole(gradient))
+                        known[id(p)] = known[id(p)].plus(new) if id(p) in known else new
+        part.update.values += self._values.values
+        self._values.values = []
+        self._values.clear()
+
+    def note_draw(self, line: str) -> None:
+        """Store the line of random numbers that are drawn between the first layer and a backward."""
+        if self._parts and self._part is not None and self._part.first_inputs and torch.is_grad_enabled():
+            if not self._in_backward and self._inside is None and not self._part.is_over:
+                self._part.update.drawn.append(line)
 
     def count(self, what: str, value: Any) -> None:
         """Store a token count that the program computed since the last backward; the fp64 run reports it."""
@@ -169,7 +228,10 @@ class Recorder(StepListener):
         self._held.append(parameter)
         parameter.register_hook(lambda gradient: self._arrived(key, gradient))
 
-    def _arrived(self, key: int, gradient: Tensor) -> None:
+    def _arrived(self, key: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            # A custom Function returned None for a tensor that needs a gradient.
+            return
         if not self.captured.updates:
             self._arrivals.pop(key, None)
             self._arrivals[key] = None
@@ -190,24 +252,27 @@ class Recorder(StepListener):
             update.clipped = dict.fromkeys(update.gradients, _UNREAD)
 
     def _embedding(self, original: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not self._in_backward:
+        result = original(input, weight, *args, **kwargs)
+        if torch.is_grad_enabled() and not self._in_backward and not input.is_meta:
             self._leave_ended_part()
             with outside_modes():
-                self._current().embedded.setdefault(id(weight), []).append(input.detach().reshape(-1))
-                self._first_input(input)
-        return original(input, weight, *args, **kwargs)
+                data = _Data.of(input.detach().reshape(-1), result)
+                self._current().embedded.setdefault(id(weight), []).append(data)
+                self._first_input(input, result)
+        return result
 
     def _linear(self, original: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not self._in_backward and self._inside is None:
+        result = original(input, *args, **kwargs)
+        if torch.is_grad_enabled() and not self._in_backward and self._inside is None and not input.is_meta:
             self._leave_ended_part()
             with outside_modes():
-                self._first_input(input)
-        return original(input, *args, **kwargs)
+                self._first_input(input, result)
+        return result
 
-    def _first_input(self, input: Tensor) -> None:
-        update = self._current().update
-        if update.first_input is None:
-            update.first_input = (input.numel(), float(whole(input).double().sum()))
+    def _first_input(self, input: Tensor, result: Tensor) -> None:
+        known = self._current().first_inputs
+        if not known or (not known[0].reached and not input.requires_grad and len(known) < MOST_INPUTS):
+            known.append(_Data.of((input.numel(), float(whole(input).double().sum())), result))
 
     # Optimizer steps.
 
@@ -377,6 +442,14 @@ class Recorder(StepListener):
     def _complete(self, part: _Part) -> None:
         update = part.update
         update.losses = [float(loss) for loss in part.losses]
+        inputs = part.first_inputs
+        update.first_input = next((data.value for data in inputs if data.reached), None)
+        if update.first_input is None and inputs:
+            update.first_input = inputs[0].value
+        update.terms = [
+            (line, {self._name_of(key): value for key, value in gradients.items()})
+            for (_, line), gradients in part.terms.items()
+        ]
         update.parts = [
             {self._name_of(key): value for key, value in arrived.items()} for arrived in part.arrived
         ]
@@ -384,13 +457,15 @@ class Recorder(StepListener):
 
     def _merged(self, parts: list[_Part]) -> Update:
         update = Update(len(self.captured.updates) + 1)
-        embedded: dict[int, list[Tensor]] = {}
+        embedded: dict[int, list[_Data]] = {}
         for part in parts:
             update.add(part.update)
             for key, ids in part.embedded.items():
                 embedded.setdefault(key, []).extend(ids)
         if embedded:
-            largest = max(embedded.values(), key=lambda tensors: sum(t.numel() for t in tensors))
+            used = [[data.value for data in read if data.reached] for read in embedded.values()]
+            used = [read for read in used if read] or [[d.value for d in read] for read in embedded.values()]
+            largest = max(used, key=lambda tensors: sum(t.numel() for t in tensors))
             ids, counts = torch.cat(largest).unique(return_counts=True)
             update.tokens = int(counts.sum())
             if len(ids) <= _MAX_IDS:
@@ -427,6 +502,10 @@ class Recorder(StepListener):
 
 
 _UNREAD = Sketch((), "", 0.0, 0.0, 0, torch.zeros(0, dtype=torch.float64))
+
+
+def _in_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

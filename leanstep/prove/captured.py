@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from leanstep.prove.sketches import Sketch
+from leanstep.prove.watch import Value
 
 # Wrappers insert these before or between the user's module names.
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
@@ -34,6 +35,9 @@ class Update:
         changes: parameters after the step minus before it, entries weighted by `sketches.sketch`.
         parts: the gradient that each backward call added, if requested; `counts` has the token counts.
         targets: ids passed to losses and to gathers from the vocabulary; recorded together with `parts`.
+        functions: autograd Functions in the graphs of the losses; `drawn`: lines that draw random numbers
+            between the first layer and a backward. Recorded together with `parts`.
+        values, terms: values with their lines, and the gradient of each summand of the loss, if requested.
     """
 
     number: int
@@ -49,6 +53,10 @@ class Update:
     parts: list[dict[str, Sketch]] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
+    functions: list[str] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    terms: list[tuple[str, dict[str, Sketch]]] = field(default_factory=list)
 
     def drop_full(self) -> None:
         """Free the full tensors; the sketches remain."""
@@ -67,6 +75,10 @@ class Update:
         self.parts += part.parts
         self.counts += part.counts
         self.targets += part.targets
+        self.functions += [name for name in part.functions if name not in self.functions]
+        self.drawn += part.drawn
+        self.values += part.values
+        self.terms += part.terms
 
     @property
     def backward_calls(self) -> int:

@@ -10,7 +10,10 @@ the gradient of a key bias is zero except for rounding, and an error relative to
 
 An optimizer amplifies the rounding of its gradients (Adam divides by their size, Muon by their singular
 values), so a change has its own floor. From the second step on, the weights of the scripts differ slightly:
-the errors of earlier steps are added to the bound.
+what the bounds of earlier steps allow, scaled by how far an update moves the weights, is added to the bound.
+
+Nothing is accepted blindly: a script that is itself far from fp64, or a bound that a tensor of zeros would
+satisfy, gives no verdict.
 """
 
 from __future__ import annotations
@@ -27,12 +30,20 @@ from leanstep import units
 from leanstep.measure.drift import CONFIDENCE, first_divergence, paired_shift
 from leanstep.measure.parity import FACTOR, FLOOR
 from leanstep.prove.capture import Captured, Update
-from leanstep.prove.difference import of_the_gradient, of_the_optimizer
+from leanstep.prove.difference import CERTAIN, of_the_gradient, of_the_optimizer
 from leanstep.prove.script_jobs import Job, run_job
 from leanstep.prove.sketches import Sketch, distance
 
 # Reference errors above this come from half precision, whatever the dtype of the gradients (autocast).
 HALF_ERROR = 1e-4
+# A script further than this from fp64 is no standard to judge another one by.
+UNSURE = 0.05
+# A gradient this much smaller than an average one, in units of the floor, is rounding noise.
+NOISE = 10
+# A gradient above this fraction of an average one is not zero, although it may be rounding noise.
+ZERO = 1e-6
+# How much further a relative error of the weights can move a gradient.
+SENSITIVE = 10
 # Initial weights that differ by more than this are different weights, not rounded ones.
 OTHER_WEIGHTS = 2e-2
 # Errors are relative to at least this fraction of an average tensor's norm.
@@ -49,7 +60,10 @@ class NotComparable(Exception):
 
 @dataclass(frozen=True)
 class UpdateRow:
-    """One tensor of one step; `what`: loss, gradient, clipped gradient or update."""
+    """One tensor of one step; `what`: loss, gradient, clipped gradient or update.
+
+    `sure` False: the script before is too far from fp64, or the bound would accept zeros.
+    """
 
     step: int
     what: str
@@ -58,6 +72,7 @@ class UpdateRow:
     reference_error: float
     bound: float
     ok: bool
+    sure: bool = True
 
 
 @dataclass
@@ -74,11 +89,13 @@ class PairProof:
     notes: list[str] = field(default_factory=list)
     problem: str | None = None
     kind: str = ""
+    kind_name: str = ""
+    other_data: str = ""
     drift: dict[str, Any] | None = None
 
     @property
     def failed(self) -> list[UpdateRow]:
-        return [row for row in self.rows if not row.ok]
+        return [row for row in self.rows if not row.ok and row.sure]
 
     @property
     def ok(self) -> bool:
@@ -122,6 +139,7 @@ class PairProof:
             "verdict": self.sentence(),
             "problem": self.problem,
             "kind": self.kind,
+            "kind_name": self.kind_name,
             "first": asdict(first) if first else None,
             "steps": self.steps,
             "iterations": self.iterations,
@@ -152,17 +170,25 @@ def prove_scripts(before: Job, after: Job, *, fork: bool = False, report: Any = 
         raise
     judge(proof, runs["before"], runs["after"], runs["truth"])
     first = proof.first
-    if first is None or proof.problem is not None:
+    if first is None or (proof.problem is not None and not proof.other_data):
         return proof
     mine, theirs = (runs[name].updates[first.step - 1] for name in ("before", "after"))
-    if any(row.what == "gradient" for row in proof.failed if row.step == first.step):
+    failed = {row.what for row in proof.failed if row.step == first.step}
+    if "gradient" in failed:
         say("classifying the difference")
-        proof.kind = of_the_gradient(before, after, first.step, lambda job: run_job(job, fork=fork))
-    elif first.what != "loss" or any(row.what == "update" for row in proof.failed):
-        proof.kind = of_the_optimizer(mine, theirs)
+        run = lambda job: run_job(job, fork=fork)  # noqa: E731
+        proof.kind_name, proof.kind = of_the_gradient(
+            before, after, first.step, run, same_loss="loss" not in failed
+        )
+        # Scripts that count different tokens may read the same data: a factor shows it.
+        if proof.kind_name in CERTAIN:
+            proof.problem = None
+    elif first.what != "loss" or "update" in failed:
+        proof.kind_name, proof.kind = "optimizer", of_the_optimizer(mine, theirs)
     else:
-        proof.kind = (
-            "a different loss with the same gradient: a constant term, or a value used only for the log"
+        proof.kind_name, proof.kind = (
+            "loss",
+            "a different loss with the same gradient: a constant term, or a value used only for the log",
         )
     return proof
 
@@ -190,8 +216,11 @@ def judge(proof: PairProof, before: Captured, after: Captured, truth: Captured) 
             if not run.updates:
                 raise NotComparable(_no_update(label, run))
         renamed = _match(proof, before, after)
+        drifted = 0.0
         for index in range(steps):
-            _judge_step(proof, index, before, after, truth, renamed)
+            drifted += _judge_step(proof, index, (before, after, truth), renamed, drifted)
+            if proof.failed:
+                break
         for label, run in names.values():
             if run.error is not None:
                 done = len(run.updates)
@@ -203,7 +232,15 @@ def judge(proof: PairProof, before: Captured, after: Captured, truth: Captured) 
                 f"{proof.before} made {len(before.updates)} updates, {proof.after} {len(after.updates)}"
             )
         if proof.failed:
-            _same_data(proof, before, after, proof.failed[0].step - 1)
+            proof.other_data = _other_data(before, after, proof.failed[0].step - 1)
+            if proof.other_data:
+                raise NotComparable(proof.other_data)
+        elif unsure := next((row for row in proof.rows if not row.sure), None):
+            raise NotComparable(_cannot_judge(proof, unsure))
+        elif proof.rows and not any(
+            sketch.norm for update in truth.updates for sketch in update.gradients.values()
+        ):
+            raise NotComparable("cannot judge: every gradient is zero")
     except NotComparable as error:
         proof.problem = str(error)
     return proof
@@ -215,6 +252,15 @@ def _no_update(label: str, run: Captured) -> str:
     if run.error is not None:
         return f"{label} ended with {run.error} before its first update: {run.said}"
     return f"{label} never calls optimizer.step(): there is no update to compare"
+
+
+def _cannot_judge(proof: PairProof, row: UpdateRow) -> str:
+    where = f"step {row.step}, the {row.what}" + f" of {row.parameter}" * bool(row.parameter)
+    if row.reference_error > UNSURE:
+        why = f"is itself {row.reference_error:.2g} from fp64 ({where}): no standard to judge by"
+    else:
+        why = f"is too small or too imprecise ({where}): the bound, {row.bound:.2g}, would accept zeros"
+    return f"cannot judge: {proof.before} {why}"
 
 
 def _match(proof: PairProof, before: Captured, after: Captured) -> dict[str, str]:
@@ -249,31 +295,38 @@ def _match(proof: PairProof, before: Captured, after: Captured) -> dict[str, str
     return renamed
 
 
-def _same_data(proof: PairProof, before: Captured, after: Captured, index: int) -> None:
-    """Raise NotComparable if the scripts read different data in a step that differs."""
+def _other_data(before: Captured, after: Captured, index: int) -> str:
+    """Say that the scripts read different data in a step that differs; empty if they do not."""
     mine, theirs = before.updates[index], after.updates[index]
     step = index + 1
     changed = {i for i in mine.ids | theirs.ids if mine.ids[i] != theirs.ids[i]}
     # One id may differ: one of the scripts may leave out the padding.
     if mine.ids and theirs.ids and len(changed) > 1:
-        raise NotComparable(
+        return (
             f"the scripts read different data: {len(changed)} token ids occur a different number of times "
             f"in step {step} ({mine.tokens:,} and {theirs.tokens:,} tokens)"
         )
     if mine.ids or theirs.ids or mine.first_input is None or theirs.first_input is None:
-        return
+        return ""
     (size, total), (other_size, other_total) = mine.first_input, theirs.first_input
     if size == other_size and abs(total - other_total) > 1e-2 * max(abs(total), 1e-2 * size):
-        raise NotComparable(
+        return (
             f"the scripts read different data: the first layer's input in step {step} sums to "
             f"{total:.6g} and {other_total:.6g}"
         )
+    return ""
 
 
 def _judge_step(
-    proof: PairProof, index: int, before: Captured, after: Captured, truth: Captured, renamed: dict[str, str]
-) -> None:
-    plain, own, exact = before.updates[index], after.updates[index], truth.updates[index]
+    proof: PairProof,
+    index: int,
+    runs: tuple[Captured, Captured, Captured],
+    renamed: dict[str, str],
+    drifted: float,
+) -> float:
+    """Add the rows of a step; return how far this step may move the gradients of the next ones apart."""
+    before, _, truth = runs
+    plain, own, exact = updates = tuple(run.updates[index] for run in runs)
     step = index + 1
     for label, update in ((proof.before, plain), (proof.after, own)):
         if not math.isfinite(update.loss):
@@ -287,15 +340,9 @@ def _judge_step(
     order = {name: number for number, name in enumerate(truth.order)}
     names = sorted(renamed, key=lambda name: order.get(name, len(order)))
     rows: list[UpdateRow] = []
-    drifted = sum(
-        max(
-            (row.error for row in proof.rows if row.step == past and row.what == "update" and row.ok),
-            default=0,
-        )
-        for past in range(1, step)
-    )
+    noise: set[str] = set()
     for kind in _KINDS:
-        rows += _rows(step, kind, names, renamed, (plain, own, exact), before.initial, drifted)
+        rows += _rows(step, kind, names, renamed, updates, before.initial, drifted, noise)
     gradient_error = [row.reference_error for row in rows if row.what == "gradient"]
     typical = statistics.median(gradient_error) if gradient_error else 0.0
     k = FACTOR[torch.bfloat16 if typical > HALF_ERROR else torch.float32]
@@ -304,8 +351,17 @@ def _judge_step(
     scale = max(abs(exact.loss), 1.0)
     error, reference = abs(own.loss - exact.loss) / scale, abs(plain.loss - exact.loss) / scale
     bound = k * max(reference, typical) + FLOOR[torch.float32] + drifted
-    loss = UpdateRow(step, "loss", "", error, reference, bound, error <= bound)
-    proof.rows += [loss, *rows]
+    proof.rows.append(
+        UpdateRow(step, "loss", "", error, reference, bound, error <= bound, reference <= UNSURE)
+    )
+    proof.rows += rows
+    moved = [
+        row.bound
+        * min(1.0, SENSITIVE * exact.changes[row.parameter].norm / before.initial[row.parameter].norm)
+        for row in rows
+        if row.what == "update" and before.initial[row.parameter].norm > 0
+    ]
+    return max(moved, default=0.0)
 
 
 def _rows(
@@ -313,10 +369,12 @@ def _rows(
     kind: str,
     names: list[str],
     renamed: dict[str, str],
-    updates: tuple[Update, Update, Update],
+    updates: tuple[Update, ...],
     initial: dict[str, Sketch],
     drifted: float,
+    noise: set[str],
 ) -> list[UpdateRow]:
+    """Judge one kind of tensor of a step; `noise` collects parameters whose gradient is only rounding."""
     plain, own, exact = updates
     plains, owns, exacts = getattr(plain, kind), getattr(own, kind), getattr(exact, kind)
     present = [name for name in names if name in exacts and name in plains]
@@ -326,6 +384,7 @@ def _rows(
     total = sum(math.prod(initial[name].shape) for name in present)
     level = math.sqrt(sum(exacts[name].norm ** 2 for name in present) / max(total, 1))
     errors: list[tuple[str, float, float, float]] = []
+    sizes: dict[str, float] = {}
     for name in present:
         truth = exacts[name]
         scale = max(truth.norm, SMALL * level * math.sqrt(math.prod(truth.shape)))
@@ -340,12 +399,26 @@ def _rows(
             floor = max(floor, CHANGE_FLOOR)
             floor += torch.finfo(getattr(torch, plains[name].dtype)).eps * initial[name].norm / scale
         errors.append((name, error, reference, floor))
+        sizes[name] = truth.norm / scale
     typical = statistics.median([reference for _, _, reference, _ in errors]) if errors else 0.0
     k = FACTOR[torch.bfloat16 if typical > HALF_ERROR else torch.float32]
     rows = []
     for name, error, reference, floor in errors:
-        bound = k * max(reference, typical) + floor + drifted
-        rows.append(UpdateRow(step, _WORDS[kind], name, error, reference, bound, bool(error <= bound)))
+        size, bound = sizes[name], k * max(reference, typical) + floor + drifted
+        is_precise = reference <= UNSURE * size
+        # Where the script before is precise, a bound must not accept a gradient that is half wrong.
+        bound = min(bound, max(size / 2, k * reference)) if kind != "changes" and is_precise else bound
+        if kind == "gradients" and size <= NOISE * floor:
+            noise.add(name)
+        is_noise = name in noise or size <= NOISE * floor
+        sure = is_noise or (bound < size and (kind == "changes" or is_precise or size < 1))
+        other = owns.get(renamed[name])
+        # A gradient of exactly zero is no rounding, whatever the bound.
+        vanished = (
+            size > ZERO and plains[name].norm > 0 and (other is None or other.norm == 0) and kind != "changes"
+        )
+        ok = bool(error <= bound) and not vanished
+        rows.append(UpdateRow(step, _WORDS[kind], name, error, reference, bound, ok, sure or vanished))
     return rows
 
 

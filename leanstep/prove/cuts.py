@@ -18,14 +18,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leanstep.prove.capture import Captured, Recorder, Update
-from leanstep.prove.script_jobs import Job, run_job, seeded
+from leanstep.prove.script_jobs import Job, seeded
 from leanstep.prove.sketches import Sketch
 from leanstep.prove.twin import Twin
 
@@ -44,6 +44,7 @@ KINDS = {
     "random": "random numbers depend on how the batch is split",
     "order": "different samples",
     "missing": "parameters without a gradient",
+    "nothing": "every gradient is zero",
 }
 
 
@@ -63,11 +64,12 @@ class CutRow:
     losses: list[float] = field(default_factory=list)
     backward_calls: int = 0
     ranks: int = 1
+    is_split: bool = True
 
 
 @dataclass
 class CutsProof:
-    """The result of `prove train.py --same A --same B`; all splits are compared with the first one."""
+    """The result of `prove train.py --args A --args B`; all runs are compared with the first one."""
 
     script: str
     rows: list[CutRow] = field(default_factory=list)
@@ -78,12 +80,25 @@ class CutsProof:
     def ok(self) -> bool:
         return self.problem is None and bool(self.rows) and all(row.same for row in self.rows)
 
+    @property
+    def are_splits(self) -> bool:
+        """Whether the runs differ in backward calls or ranks; otherwise they are two values of a flag."""
+        return any(row.is_split for row in self.rows)
+
+    def closed(self) -> CutsProof:
+        """Give no verdict if random numbers explain every difference, or if every gradient is zero."""
+        bad = [row for row in self.rows if not row.same]
+        if self.problem is None and bad and all(row.kind in ("random", "nothing") for row in bad):
+            self.problem = f"cannot judge: {bad[0].cut} and {bad[0].against}: {bad[0].sentence}"
+        return self
+
     def sentence(self) -> str:
         if self.problem is not None:
             return self.problem
         bad = [row for row in self.rows if not row.same]
         if not bad:
-            return f"the same update for {len(self.rows) + 1} splits of the batch"
+            what = "splits of the batch" if self.are_splits else "runs"
+            return f"the same update for {len(self.rows) + 1} {what}"
         return f"{bad[0].cut} does not make the update of {bad[0].against}: {bad[0].sentence}"
 
     def to_json(self) -> dict[str, Any]:
@@ -97,37 +112,14 @@ class CutsProof:
         }
 
 
-def prove_cuts(
-    script: str, cuts: Sequence[Job], *, fork: bool = False, report: Callable[[str], None] | None = None
-) -> CutsProof:
-    """Run every split in fp64 and compare each with the first."""
-    proof = CutsProof(script)
-    runs: list[tuple[str, list[Captured]]] = []
-    for job in cuts:
-        label = cut_label(job)
-        if report:
-            report(label)
-        captured = run_job(job, fork=fork)
-        for each in captured:
-            proof.notes += [note for note in each.notes if note not in proof.notes]
-            if proof.problem is None and each.is_lost:
-                proof.problem = f"{label} {each.error}" + f"; its last line: {each.said}" * bool(each.said)
-            elif proof.problem is None and each.error is not None:
-                done = f"after {len(each.updates)} updates" if each.updates else "before its first update"
-                proof.problem = f"{label} ended with {each.error} {done}: {each.said}"
-            elif proof.problem is None and not each.updates:
-                proof.problem = f"{label} never calls optimizer.step(): there is no update to compare"
-        if proof.problem is not None:
-            return proof
-        runs.append((label, captured))
-        if len(runs) > 1:
-            proof.rows.append(compare_cuts(*runs[0], *runs[-1]))
-    return proof
+def in_fp64(job: Job) -> Job:
+    """The run of a split: one update in fp64 without dropout."""
+    return replace(job, steps=1, twin=True, dropout=False, parts=True)
 
 
 def cut_label(job: Job) -> str:
     ranks = f" on {job.ranks} rank{'s' * (job.ranks != 1)}" if job.ranks else ""
-    return (" ".join(job.argv) or "no arguments") + ranks
+    return (" ".join(job.argv) or job.label) + ranks
 
 
 def same_update(step: Callable[[Any], object], cuts: Sequence[Any], *, dropout: bool = False) -> CutsProof:
@@ -154,14 +146,15 @@ def same_update(step: Callable[[Any], object], cuts: Sequence[Any], *, dropout: 
     runs: list[tuple[str, list[Captured]]] = []
     for cut in cuts:
         recorder = Recorder(parts=True)
-        with seeded(0), recorder as captured, Twin(dropout=dropout, count=recorder.count):
+        twin = Twin(dropout=dropout, count=recorder.count, note_draw=recorder.note_draw)
+        with seeded(0), recorder as captured, twin:
             step(cut)
         if not captured.updates:
             raise ValueError(f"step: made no update for {cut!r}; expected a call of optimizer.step()")
         runs.append((str(cut), [captured]))
         if len(runs) > 1:
             proof.rows.append(compare_cuts(*runs[0], *runs[-1]))
-    return proof
+    return proof.closed()
 
 
 def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[Captured]) -> CutRow:
@@ -177,6 +170,7 @@ def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[
         losses=[update.loss for update in other[0].updates],
         backward_calls=theirs.backward_calls,
         ranks=len(other),
+        is_split=(mine.backward_calls, len(first)) != (theirs.backward_calls, len(other)),
     )
     lacking = sorted(set(mine.gradients) ^ set(theirs.gradients))
     if lacking:
@@ -187,8 +181,9 @@ def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[
     row.distance = float((a - b).norm()) / size
     if not math.isfinite(row.distance):
         return _classified(row, "mixing", "a gradient is not finite")
-    notes = [note for captured in (*first, *other) for note in captured.notes]
-    limit = SAME_FP32 if any("ran in fp32" in note for note in notes) else SAME
+    limit = limit_of(first, other)
+    if not float(a.norm()) and not float(b.norm()):
+        return _classified(row, "nothing", "no loss reaches a parameter in either run")
     if row.distance <= limit:
         row.same = True
         return row
@@ -199,6 +194,12 @@ def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[
     if (b - row.factor * a).norm() <= limit * b.norm():
         return _classified(row, "factor", _factor_name(row.factor, first, other))
     return _by_weights(row, first, other, names, limit) or _by_data(row, first, other)
+
+
+def limit_of(first: list[Captured], other: list[Captured]) -> float:
+    """Return the distance up to which two gradients of these runs count as the same."""
+    notes = [note for captured in (*first, *other) for note in captured.notes]
+    return SAME_FP32 if any("ran in fp32" in note for note in notes) else SAME
 
 
 def _classified(row: CutRow, kind: str, detail: str) -> CutRow:
@@ -228,6 +229,12 @@ def _factor_name(factor: float, first: list[Captured], other: list[Captured]) ->
         (calls * ranks, "accumulation steps x world size"),
         (1 / (calls * ranks), "1 / (accumulation steps x world size)"),
     )
+    own = other[0].updates[0].backward_calls
+    if calls == ranks == 1:
+        known = (
+            (own, "backward calls of an update: each loss is not divided by their number"),
+            (1 / own, "1 / backward calls of an update: the loss is divided by their number twice"),
+        )
     for value, meaning in known:
         if value != 1 and math.isclose(factor, value, rel_tol=1e-6):
             return f"{factor:.6g} = {meaning}"
@@ -241,6 +248,11 @@ def _factor_name(factor: float, first: list[Captured], other: list[Captured]) ->
         if value != other_value and math.isclose(factor, value / other_value, rel_tol=1e-6):
             numbers = f"{value:g} {name} / {other_value:g} {other_name}"
             return f"{factor:.6g} = {numbers}: a mean over a different number of tokens"
+    for name, value in counts.items():
+        if value != 1 and math.isclose(factor, value, rel_tol=1e-6):
+            return f"{factor:.6g} = {name}: a sum instead of a mean"
+        if value != 1 and math.isclose(factor, 1 / value, rel_tol=1e-6):
+            return f"{factor:.6g} = 1 / {name}: a mean instead of a sum, or divided twice"
     return f"{factor:.6g}"
 
 
@@ -253,7 +265,7 @@ def _total_counts(update: Update) -> dict[str, float]:
     return totals
 
 
-def _least_squares(matrix: Tensor, target: Tensor) -> Tensor:
+def least_squares(matrix: Tensor, target: Tensor) -> Tensor:
     """The smallest of the best solutions: parts may be equal, and then the matrix has no full rank."""
     return torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
 
@@ -269,11 +281,11 @@ def _by_weights(
             continue
         matrix = torch.stack([stacked(u.parts[k], names) for u, k in parts], dim=1)
         target = stacked(whole[0].updates[0].gradients, names)
-        weights = _least_squares(matrix, target)
+        weights = least_squares(matrix, target)
         if (matrix @ weights - target).norm() > 10 * limit * target.norm():
             continue
         own = stacked(updates[0].gradients, names)
-        base = _least_squares(matrix, own)
+        base = least_squares(matrix, own)
         row.weights = [float(w) for w in weights / base.where(base != 0, 1.0)]
         shown = ", ".join(f"{weight:.3g}" for weight in row.weights[:8])
         groups = sum(len(captured.updates[0].parts) for captured in whole)
@@ -284,6 +296,14 @@ def _by_weights(
         if count is None:
             return _classified(row, "weights", f"{where}; no recorded number of tokens explains it")
         detail = f"{where}, in proportion to {count}: a mean of means, not a mean over tokens"
+        # Weights of a mean of means average to one; a sum of means needs weights that add up to one.
+        factor = len(row.weights) / sum(row.weights)
+        steps = len(row.weights) / groups
+        if steps > 1 and math.isclose(factor, steps, rel_tol=1e-6):
+            detail = (
+                f"{where}, in proportion to {count}: two errors, a mean of means instead of a mean over "
+                f"tokens, and their sum: each loss is not divided by the {steps:g} accumulation steps"
+            )
         return _classified(row, "token-weights", detail)
     return None
 
@@ -313,6 +333,9 @@ def _by_data(row: CutRow, first: list[Captured], other: list[Captured]) -> CutRo
     if changed:
         (pad,) = changed
         return _classified(row, "padding", f"token {pad} occurs {theirs[pad] - mine[pad]:+d} times; {where}")
+    drawn = [line for captured in (*first, *other) for line in captured.updates[0].drawn]
+    if drawn:
+        return _classified(row, "random", f"drawn at {drawn[0]}, in the forward pass")
     if first[0].updates[0].draws != other[0].updates[0].draws:
         detail = f"the generators have different states when the optimizer steps; {where}"
         return _classified(row, "random", detail)

@@ -23,8 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from leanstep.prove.first_change import InvarianceRow, TapedOp, Variant, first_change
+from leanstep.prove.interpret import interpret_kernels
 from leanstep.prove.script_jobs import Job, seeded
 from leanstep.prove.sketches import outside_modes
+from leanstep.prove.watch import NoDropout
 from leanstep.script.children import (
     ended_afterwards,
     how_it_ended,
@@ -187,12 +189,10 @@ def _state_restored(module: nn.Module | None) -> Iterator[None]:
     """Disable dropout inside; restore buffers and the random generator afterwards."""
     buffers = {} if module is None else {n: b.clone() for n, b in module.named_buffers()}
     state = torch.get_rng_state()
-    dropout = nn.functional.dropout
-    nn.functional.dropout = lambda input, *args, **kwargs: input
     try:
-        yield
+        with NoDropout():
+            yield
     finally:
-        nn.functional.dropout = dropout
         torch.set_rng_state(state)
         with outside_modes():
             for name, buffer in buffers.items():
@@ -237,6 +237,7 @@ def prove_invariance(job: Job, *, fork: bool = False) -> InvarianceProof:
 
 def _invariant_child(job: Job, folder: str) -> None:
     with log_to(Path(folder) / "log"):
+        interpret_kernels()
         proof = script_invariance(job)
     write_result(Path(folder) / "proof.pickle", proof)
 

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from leanstep.prove.capture import Captured, Recorder
+from leanstep.prove.interpret import interpret_kernels
 from leanstep.prove.twin import Twin
+from leanstep.prove.watch import Values
 from leanstep.script.children import (
     Child,
     ended_afterwards,
@@ -44,10 +46,12 @@ class Job:
         steps: number of updates to capture before the script is stopped.
         twin: run in fp64. `dropout` False: without dropout.
         parts: capture each backward call separately.
+        explain: also capture values with their lines and the summands of the loss.
         full: store full tensors.
         seed: set before the script starts, and added to every seed that the script sets.
         ranks: number of processes, started as torchrun does; None = one process without its environment.
         path: replaces sys.path in the process of the script; empty = as in this process.
+        name: shown instead of the script's name.
     """
 
     script: str
@@ -56,10 +60,12 @@ class Job:
     twin: bool = False
     dropout: bool = True
     parts: bool = False
+    explain: bool = False
     full: bool = False
     seed: int = 0
     ranks: int | None = None
     path: tuple[str, ...] = ()
+    name: str = ""
 
     @property
     def program(self) -> Program:
@@ -67,7 +73,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        return " ".join([Path(self.script).name, *self.argv])
+        return " ".join([self.name or Path(self.script).name, *self.argv])
 
 
 def run_job(job: Job, *, fork: bool = False) -> list[Captured]:
@@ -115,6 +121,7 @@ def _captured_child(job: Job, rank: int, port: int, folder: str) -> None:
     with log_to(Path(folder) / f"{rank}.log"):
         if job.ranks:
             os.environ.update(rank_environment(rank, job.ranks, port))
+        interpret_kernels()
         captured = capture_script(job)
         captured.rank, captured.world_size = rank, job.ranks or 1
     write_result(Path(folder) / f"{rank}.pickle", captured)
@@ -126,14 +133,20 @@ def capture_script(job: Job) -> Captured:
     def stop() -> None:
         raise Stop
 
-    recorder = Recorder(job.steps, parts=job.parts, full=job.full, on_done=stop)
+    values = Values() if job.explain else None
+    recorder = Recorder(job.steps, parts=job.parts, values=values, full=job.full, on_done=stop)
     in_fp64 = None
     if job.twin:
-        in_fp64 = Twin(dropout=job.dropout, count=recorder.count, note_targets=recorder.note_targets)
+        in_fp64 = Twin(
+            dropout=job.dropout,
+            count=recorder.count,
+            note_targets=recorder.note_targets,
+            note_draw=recorder.note_draw if job.parts else None,
+        )
 
     @contextlib.contextmanager
     def recorded() -> Iterator[None]:
-        with recorder, in_fp64 or contextlib.nullcontext():
+        with recorder, in_fp64 or contextlib.nullcontext(), values or contextlib.nullcontext():
             yield
 
     # A script may change the default dtype: restore it for the next script in this process.

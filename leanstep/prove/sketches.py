@@ -55,6 +55,12 @@ class Sketch:
         bad = self.not_finite + other.not_finite
         return Sketch(self.shape, self.dtype, norm, self.total - other.total, bad, projection)
 
+    def plus(self, other: Sketch) -> Sketch:
+        projection = self.projection + other.projection
+        bad = self.not_finite + other.not_finite
+        norm = float(projection.norm())
+        return Sketch(self.shape, self.dtype, norm, self.total + other.total, bad, projection)
+
     def with_full(self, tensor: Tensor | None) -> Sketch:
         return replace(self, full=tensor)
 

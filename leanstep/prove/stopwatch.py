@@ -25,7 +25,15 @@ from leanstep.files import BadInput
 from leanstep.measure.busy import busy_processes
 from leanstep.measure.peaks import recorded_allocations
 from leanstep.prove.script_jobs import Job, free_port, module_path, rank_environment, seeded
-from leanstep.script.children import Child, ended_afterwards, how_it_ended, log_to, start, temporary_folder
+from leanstep.script.children import (
+    Child,
+    ended_afterwards,
+    how_it_ended,
+    log_to,
+    raise_lost_signal,
+    start,
+    temporary_folder,
+)
 from leanstep.script.run import Stop, run_script
 from leanstep.script.steps import StepListener, StepMarker
 from leanstep.script.syncs import count_host_reads
@@ -165,6 +173,7 @@ def _started(job: Job, folder: Path, fork: bool, kind: str) -> Iterator[tuple[Co
 def _receive(pipe: Connection, child: Child) -> Any:
     """Return the next message; raise EOFError if the script ended, even if children keep the pipe open."""
     while not pipe.poll(0.2):
+        raise_lost_signal()
         if child.poll() is not None and not pipe.poll(0):
             raise EOFError
     return pipe.recv()

@@ -13,6 +13,7 @@ Weights that the program rounds to 16 bits are rounded in fp64 too: they are an 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from leanstep.prove.watch import NoDropout, shown
+from leanstep.script.lines import Stack
 from leanstep.script.syncs import RUNS_USER_CODE, run_under, torchs_own
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,6 +61,7 @@ class Twin:
         dropout: False replaces dropout by the identity, for comparisons in which masks cannot be equal.
         count: called with (name, value) for every token count that the program computes.
         note_targets: called with the ids passed to losses and to gathers from a vocabulary.
+        note_draw: called with the line of each op that draws random numbers.
 
     `fallbacks` counts the ops that ran in fp32, by name.
     """
@@ -68,12 +72,14 @@ class Twin:
         dropout: bool = True,
         count: Count | None = None,
         note_targets: Callable[[Tensor], None] | None = None,
+        note_draw: Callable[[str], None] | None = None,
     ) -> None:
         self.default = torch.get_default_dtype()
         self.fallbacks: dict[str, int] = {}
-        self.draws = 0
         self.count = count
         self.note_targets = note_targets
+        self.note_draw = note_draw
+        self.lines = Stack()
         self.dropout = dropout
         self._off = 0
         self._rounds = 0
@@ -92,11 +98,10 @@ class Twin:
         self._swap(_utils, "_rebuild_tensor", self._around(_utils._rebuild_tensor))
         self._swap(nn.Parameter, "__new__", staticmethod(self._parameter(nn.Parameter.__new__)))
         self._swap(nn.Module, "_apply", self._applied(nn.Module._apply))
-        if not self.dropout:
-            for name in _DROPOUTS:
-                self._swap(nn.functional, name, _identity)
         self._stack.enter_context(_Ops(self))
         self._stack.enter_context(_Calls(self))
+        if not self.dropout:
+            self._stack.enter_context(NoDropout())
         return self
 
     def __exit__(self, *details: Any) -> None:
@@ -196,13 +201,6 @@ class Twin:
             return result
 
         return applied
-
-
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-
-
-def _identity(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return input
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
@@ -351,8 +349,15 @@ class _Ops(TorchDispatchMode):
         if twin.off:
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            twin.draws += 1
-            return self._drawn(func, args, kwargs)
+            if twin.note_draw is None:
+                return self._drawn(func, args, kwargs)
+            before = torch.get_rng_state()
+            result = self._drawn(func, args, kwargs)
+            # Fused attention has the tag too, and draws nothing without dropout.
+            if not torch.equal(before, torch.get_rng_state()):
+                line = twin.lines.line(sys._getframe(1), False)
+                twin.note_draw(shown(line) if line is not None else func._schema.name)
+            return result
         if kwargs.get("dtype") in LOW:
             kwargs = {**kwargs, "dtype": torch.float64}
         if func._schema.name.startswith("aten::_amp_"):

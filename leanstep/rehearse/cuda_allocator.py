@@ -25,88 +25,215 @@ SMALL_SEGMENT, LARGE_SEGMENT, ROUND_LARGE = 2 * MIB, 20 * MIB, 2 * MIB
 Resize = Callable[[Storage], int]
 
 
-class CachingAllocator:
-    """Blocks in segments; `reserved` is what the driver sees, `live` what tensors hold."""
+class Settings(NamedTuple):
+    """What PYTORCH_ALLOC_CONF sets. max_split: bytes; collect_at: share of the capacity, 0 never collects.
 
-    def __init__(self, capacity: int | None = None):
-        self.capacity = capacity
+    splits_expandable: whether `max_split` also limits blocks of expandable segments (torch 2.12 and later,
+    pytorch issue 123548).
+    """
+
+    expandable: bool = False
+    max_split: float = float("inf")
+    collect_at: float = 0.0
+    splits_expandable: bool = False
+
+    @classmethod
+    def read(cls, text: str, torch_version: str = "") -> Settings:
+        """Parse the text of the variable; unknown options are ignored."""
+        entries = dict(part.split(":", 1) for part in text.replace(" ", "").split(",") if ":" in part)
+        version = tuple(int(part) for part in torch_version.split(".")[:2] if part.isdigit())
+        split = entries.get("max_split_size_mb")
+        return cls(
+            expandable=entries.get("expandable_segments", "").lower() in ("true", "1"),
+            max_split=float(split) * MIB if split else float("inf"),
+            collect_at=float(entries.get("garbage_collection_threshold", 0.0)),
+            splits_expandable=version >= (2, 12),
+        )
+
+
+Pool = tuple[bool, int]  # whether its blocks are small, stream
+_FREE, _USED, _UNMAPPED = 0, 1, 2
+
+
+class CachingAllocator:
+    """Blocks in segments; `reserved` is what the driver sees, `live` what tensors hold.
+
+    Each stream has its own pools. An expandable segment is one range of addresses per pool: memory is mapped
+    at its end when no free block fits, so that `reserved` follows the high-water mark.
+    """
+
+    def __init__(self, capacity: int | None = None, settings: Settings | None = None):
+        self.capacity, self.settings = capacity, settings or Settings()
         self.reserved = self.live = self.peak_reserved = 0
-        self._free: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}  # size, segment, start
-        self._held: dict[int, tuple[bool, int, int]] = {}
-        # segment -> start -> [size, start of the block before or -1, used]
+        self._free: dict[Pool, list[tuple[int, int, int]]] = {}  # size, segment, start
+        self._holes: dict[Pool, list[tuple[int, int, int]]] = {}  # returned to the driver, addresses remain
+        self._held: dict[int, tuple[Pool, int, int]] = {}
+        # segment -> start -> [size, start of the block before or -1, state]
         self._segments: dict[int, dict[int, list[int]]] = {}
+        self._expandable: dict[Pool, int] = {}  # -> segment
+        self._ends: dict[int, int] = {}  # expandable segment -> mapped end
         self._number = 0
 
-    def allocate(self, key: int, size: int) -> bool:
+    def allocate(self, key: int, size: int, stream: int = 0) -> bool:
         """Allocate a block; return False if it does not fit into the capacity."""
         small = size <= SMALL_BYTES
-        pool = self._free[small]
-        at = bisect.bisect_left(pool, (size, -1, -1))
-        if at < len(pool):
-            block, segment, start = pool.pop(at)
+        pool = (small, stream)
+        free = self._free.setdefault(pool, [])
+        at = bisect.bisect_left(free, (size, -1, -1))
+        if at < len(free) and self._may_take(free[at][0], size):
+            block, segment, start = free.pop(at)
         else:
-            block = (
-                SMALL_SEGMENT if small else LARGE_SEGMENT if size < LARGE_BYTES else _up(size, ROUND_LARGE)
-            )
-            if self.capacity is not None and self.reserved + block > self.capacity:
-                self.give_back()
-                if self.reserved + block > self.capacity:
-                    return False
-            self.reserved += block
-            self.peak_reserved = max(self.peak_reserved, self.reserved)
-            self._number += 1
-            segment, start = self._number, 0
-            self._segments[segment] = {0: [block, -1, 0]}
+            mapped = self._map(pool, size) if self.settings.expandable else self._new_segment(pool, size)
+            if mapped is None:
+                return False
+            block, segment, start = mapped
         blocks = self._segments[segment]
         rest = block - size
-        if rest >= 512 if small else rest > SMALL_BYTES:
+        if self._splits(small, size, rest):
             before = blocks[start][1]
-            blocks[start] = [size, before, 1]
-            blocks[start + size] = [rest, start, 0]
+            blocks[start] = [size, before, _USED]
+            blocks[start + size] = [rest, start, _FREE]
             after = blocks.get(start + block)
             if after is not None:
                 after[1] = start + size
-            bisect.insort(pool, (rest, segment, start + size))
+            bisect.insort(free, (rest, segment, start + size))
         else:
-            blocks[start][2] = 1
+            blocks[start][2] = _USED
         self.live += size
-        self._held[key] = (small, segment, start)
+        self._held[key] = (pool, segment, start)
         return True
+
+    def place_of(self, key: int) -> tuple[Pool, int, int]:
+        """Return pool, segment and start of a block that is held."""
+        return self._held[key]
+
+    def _may_take(self, block: int, size: int) -> bool:
+        """Whether the largest-split rule lets a request take a free block."""
+        most = self.settings.max_split
+        if self.settings.expandable and not self.settings.splits_expandable:
+            return True
+        return block < most if size < most else block < size + LARGE_SEGMENT or most == float("inf")
+
+    def _splits(self, small: bool, size: int, rest: int) -> bool:
+        if small or self.settings.expandable:
+            return rest >= 512
+        return rest > SMALL_BYTES and size < self.settings.max_split
+
+    def _room(self, size: int) -> bool:
+        """Whether the driver has this much; segments without a tensor are returned to it first."""
+        if self.capacity is None:
+            return True
+        limit = self.settings.collect_at * self.capacity
+        if self.reserved + size > self.capacity or (limit and self.reserved + size > limit):
+            self.give_back()
+        return self.reserved + size <= self.capacity
+
+    def _grow(self, size: int) -> None:
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _new_segment(self, pool: Pool, size: int) -> tuple[int, int, int] | None:
+        block = SMALL_SEGMENT if pool[0] else LARGE_SEGMENT if size < LARGE_BYTES else _up(size, ROUND_LARGE)
+        if not self._room(block):
+            return None
+        self._grow(block)
+        self._number += 1
+        self._segments[self._number] = {0: [block, -1, _FREE]}
+        return block, self._number, 0
+
+    def _map(self, pool: Pool, size: int) -> tuple[int, int, int] | None:
+        """Map memory of an expandable segment: a hole that fits, else what its last block lacks."""
+        page = SMALL_SEGMENT if pool[0] else LARGE_SEGMENT
+        holes = self._holes.setdefault(pool, [])
+        at = bisect.bisect_left(holes, (size, -1, -1))
+        if at < len(holes):
+            block, segment, start = holes[at]
+            if not self._room(block // page * page):
+                return None
+            _remove(holes, (block, segment, start))
+            self._grow(block // page * page)
+            return block, segment, start
+        if pool not in self._expandable:
+            self._number += 1
+            self._expandable[pool] = self._number
+            self._segments[self._number], self._ends[self._number] = {}, 0
+        segment = self._expandable[pool]
+        blocks = self._segments[segment]
+        last, tail, more = self._tail(segment, size, page)
+        if self.capacity is not None and self.reserved + more > self.capacity:
+            self.give_back()  # this may change the last block
+            last, tail, more = self._tail(segment, size, page)
+            if self.reserved + more > self.capacity:
+                return None
+        end = self._ends[segment]
+        self._grow(more)
+        self._ends[segment] = end + more
+        if tail:
+            _remove(self._free[pool], (tail, segment, last))
+            blocks[last][0] = tail + more
+            return tail + more, segment, last
+        blocks[end] = [more, last, _FREE]
+        return more, segment, end
+
+    def _tail(self, segment: int, size: int, page: int) -> tuple[int, int, int]:
+        """Return start and free bytes of an expandable segment's last block, and the bytes that it lacks."""
+        blocks = self._segments[segment]
+        last = max(blocks, default=-1)
+        tail = blocks[last][0] if last >= 0 and blocks[last][2] == _FREE else 0
+        return last, tail, _up(max(0, size - tail), page)
 
     def release(self, key: int, size: int) -> None:
         where = self._held.pop(key, None)
         if where is None:
             return
         self.live -= size
-        small, segment, start = where
-        blocks, pool = self._segments[segment], self._free[small]
+        pool, segment, start = where
+        blocks, free = self._segments[segment], self._free[pool]
         size, before, _ = blocks[start]
         after = blocks.get(start + size)
-        if after is not None and not after[2]:
-            _remove(pool, (after[0], segment, start + size))
+        if after is not None and after[2] == _FREE:
+            _remove(free, (after[0], segment, start + size))
             del blocks[start + size]
             size += after[0]
-        if before >= 0 and not blocks[before][2]:
-            _remove(pool, (blocks[before][0], segment, before))
+        if before >= 0 and blocks[before][2] == _FREE:
+            _remove(free, (blocks[before][0], segment, before))
             del blocks[start]
             start, size, before = before, size + blocks[before][0], blocks[before][1]
-        blocks[start] = [size, before, 0]
+        blocks[start] = [size, before, _FREE]
         after = blocks.get(start + size)
         if after is not None:
             after[1] = start
-        bisect.insort(pool, (size, segment, start))
+        bisect.insort(free, (size, segment, start))
 
     def give_back(self) -> None:
-        """Return segments without a tensor to the driver."""
-        for pool in self._free.values():
+        """Return segments without a tensor, and whole free pages of expandable ones, to the driver."""
+        for pool, free in self._free.items():
+            page = SMALL_SEGMENT if pool[0] else LARGE_SEGMENT
             still_used = []
-            for size, segment, start in pool:
-                if len(self._segments[segment]) == 1:
+            for size, segment, start in free:
+                blocks = self._segments[segment]
+                if segment in self._ends:
+                    pages = size // page * page
+                    if not pages:
+                        still_used.append((size, segment, start))
+                        continue
+                    self.reserved -= pages
+                    if start + size == self._ends[segment]:
+                        self._ends[segment] -= pages
+                        if size > pages:
+                            blocks[start][0] = size - pages
+                            still_used.append((size - pages, segment, start))
+                        else:
+                            del blocks[start]
+                    else:
+                        blocks[start][2] = _UNMAPPED
+                        bisect.insort(self._holes.setdefault(pool, []), (size, segment, start))
+                elif len(blocks) == 1:
                     self.reserved -= size
                     del self._segments[segment]
                 else:
                     still_used.append((size, segment, start))
-            pool[:] = still_used
+            free[:] = sorted(still_used)
 
 
 def _up(size: int, unit: int) -> int:
@@ -133,9 +260,10 @@ def replay(
     storages: dict[int, Storage],
     capacity: int | None = None,
     resize: Resize | None = None,
+    settings: Settings | None = None,
 ) -> Replay:
     """Replay allocations and frees through the allocator, with the sizes that `resize` returns."""
-    allocator = CachingAllocator(capacity)
+    allocator = CachingAllocator(capacity, settings)
     sizes: dict[int, int] = {}
     peak, at = 0, 0
     for index, event in enumerate(events):
@@ -146,7 +274,7 @@ def replay(
             if size <= 0:
                 continue
             sizes[event.storage] = size
-            if not allocator.allocate(event.storage, size):
+            if not allocator.allocate(event.storage, size, event.stream):
                 return Replay(max(peak, allocator.live + size), allocator.peak_reserved, index, index)
             if allocator.live > peak:
                 peak, at = allocator.live, index
@@ -172,6 +300,7 @@ class Memory:
 
     allocated: peak of live tensors. reserved: by the caching allocator. context: in addition, outside torch.
     owners: of the peak, largest first. categories: bytes of the peak by category.
+    advice: the setting with which it fits, if fragmentation alone keeps it from fitting.
     timeline: of the last step, (event, bytes by category); wide: last dimension -> bytes of activations that
         have it (from 8,192 on: full-vocabulary logits), and the peak without them.
     """
@@ -188,6 +317,7 @@ class Memory:
     categories: dict[str, int] = field(default_factory=dict)
     timeline: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     without: dict[int, int] = field(default_factory=dict)
+    advice: str = ""
 
     @property
     def needed(self) -> int:
@@ -197,8 +327,9 @@ class Memory:
 def memory_of(recording: Recording, capacity: int, context: int, points: int = 240) -> Memory:
     """Return peaks, owners and timeline on a device with `capacity` bytes, `context` of them in use."""
     events, storages = recording.events, recording.storages
-    free = replay(events, storages)
-    held = replay(events, storages, capacity - context)
+    settings = Settings.read(recording.allocator, recording.torch)
+    free = replay(events, storages, settings=settings)
+    held = replay(events, storages, capacity - context, settings=settings)
     at = events[free.index] if events else None
     line = str(getattr(at, "line", None) or "?")
     failed = str(getattr(events[held.failed], "line", None) or "?") if held.failed is not None else None
@@ -215,6 +346,10 @@ def memory_of(recording: Recording, capacity: int, context: int, points: int = 2
         owners=_owners([storages[number] for number in live]),
         timeline=_timeline(recording, points),
     )
+    if not memory.fits and free.allocated + context <= capacity and not settings.expandable:
+        other = replay(events, storages, capacity - context, settings=Settings(expandable=True))
+        if other.failed is None:
+            memory.advice = "PYTORCH_ALLOC_CONF=expandable_segments:True makes it fit"
     counted: Counter[str] = Counter()
     for number in live:
         counted[storages[number].category] += storages[number].nbytes

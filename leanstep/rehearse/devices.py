@@ -15,6 +15,23 @@ from types import MappingProxyType
 MIB = 2**20
 GB = 10**9
 TERA = 1e12
+# Maximum shared memory per block in bytes: CUDA programming guide, table of compute capabilities; for AMD the
+# LDS per workgroup.
+SHARED_LIMITS = {
+    "sm_70": 98_304,
+    "sm_75": 65_536,
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_87": 166_912,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_103": 232_448,
+    "sm_120": 101_376,
+    "sm_121": 101_376,
+    "gfx942": 65_536,
+    "gfx950": 163_840,
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,7 @@ class Device:
     workspace_bytes: cuBLAS workspace, allocated at the first product of a thread.
     pcie: bytes/s to the host. link: bytes/s to the other devices of a node, one direction; node: devices per
         node. nic: bytes/s to other nodes, one direction, per device (`links.MACHINES` has other values).
+    has_rows: whether a published measurement of this device is in the open table, docs/published.md.
     """
 
     key: str
@@ -50,6 +68,7 @@ class Device:
     node: int = 8
     nic: float = 25e9
     context_bytes: int = 500 * MIB
+    has_rows: bool = True
 
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s of products with this operand type; integer and unknown types count as float32."""
@@ -195,6 +214,22 @@ _ALL = (
         source="L4 data sheet (121 TFLOP/s half, 300 GB/s); sustained: assumed, the board is held to 72 W",
     ),
     Device(
+        key="l40s",
+        name="NVIDIA L40S",
+        vendor="nvidia",
+        capability=(8, 9),
+        units=142,
+        clock_hz=2.52e9,
+        memory_bytes=46068 * MIB,
+        hbm=0.864e12,
+        l2_bytes=96e6,
+        peak=_peaks(362, 183, 91.6, 1.4, 733),
+        sustained=0.7,
+        link=24e9,
+        has_rows=False,
+        source="L40S data sheet (362 TFLOP/s half, 864 GB/s, 48 GB); sustained: assumed (350 W)",
+    ),
+    Device(
         key="4090",
         name="NVIDIA GeForce RTX 4090",
         vendor="nvidia",
@@ -208,6 +243,60 @@ _ALL = (
         sustained=0.95,
         link=24e9,
         source="Ada whitepaper (165.2 TFLOP/s half with fp32 sums, 1,008 GB/s); sustained: Liger's MLPs",
+    ),
+    Device(
+        key="5080",
+        name="NVIDIA GeForce RTX 5080",
+        vendor="nvidia",
+        capability=(12, 0),
+        units=84,
+        clock_hz=2.617e9,
+        memory_bytes=16303 * MIB,
+        hbm=0.96e12,
+        l2_bytes=64e6,
+        peak=_peaks(112.6, 56.3, 56.3, 0.88, 225.1),
+        sustained=0.95,
+        link=48e9,
+        workspace_bytes=32 * MIB,
+        pcie=50e9,
+        has_rows=False,
+        source="RTX Blackwell whitepaper (112.6 TFLOP/s half, 960 GB/s); sustained: the 4090's",
+    ),
+    Device(
+        key="5090",
+        name="NVIDIA GeForce RTX 5090",
+        vendor="nvidia",
+        capability=(12, 0),
+        units=170,
+        clock_hz=2.407e9,
+        memory_bytes=32607 * MIB,
+        hbm=1.792e12,
+        l2_bytes=96e6,
+        peak=_peaks(209.5, 104.8, 104.8, 1.64, 419),
+        sustained=0.95,
+        link=48e9,
+        workspace_bytes=32 * MIB,
+        pcie=50e9,
+        has_rows=False,
+        source="RTX Blackwell whitepaper (209.5 TFLOP/s half, 1,792 GB/s); sustained: the 4090's",
+    ),
+    Device(
+        key="pro6000",
+        name="NVIDIA RTX PRO 6000 Blackwell",
+        vendor="nvidia",
+        capability=(12, 0),
+        units=188,
+        clock_hz=2.617e9,
+        memory_bytes=97887 * MIB,
+        hbm=1.792e12,
+        l2_bytes=128e6,
+        peak=_peaks(503.8, 251.9, 126, 1.97, 1007.6),
+        sustained=0.7,
+        link=48e9,
+        workspace_bytes=32 * MIB,
+        pcie=50e9,
+        has_rows=False,
+        source="RTX PRO Blackwell whitepaper (503.8 TFLOP/s half, 1,792 GB/s); sustained: assumed",
     ),
     Device(
         key="h20",
@@ -283,6 +372,26 @@ _ALL = (
         source="torchtitan's benchmarks (2.4 TB/s, 500 W); sustained: the H100's * (500 / 700)^(1/3)",
     ),
     Device(
+        key="gh200",
+        name="NVIDIA GH200 480GB",
+        vendor="nvidia",
+        capability=(9, 0),
+        units=132,
+        clock_hz=1.83e9,
+        memory_bytes=97871 * MIB,
+        hbm=4.0e12,
+        l2_bytes=50e6,
+        peak=_peaks(989, 495, 67, 67, 1979),
+        sustained=0.803,
+        link=450e9,
+        workspace_bytes=32 * MIB,
+        pcie=450e9,
+        nic=50e9,
+        node=1,
+        has_rows=False,
+        source="GH200 data sheet (4 TB/s, 900 GB/s to the host, both ways); sustained: the H100's",
+    ),
+    Device(
         key="h200",
         name="NVIDIA H200",
         vendor="nvidia",
@@ -311,12 +420,14 @@ _ALL = (
         hbm=8.0e12,
         l2_bytes=126e6,
         peak=_peaks(2250, 1125, 75, 37, 4500),
-        sustained=0.776,
+        sustained=0.72,
         link=900e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
         nic=50e9,
-        source="DGX B200 data sheet / 8 (8 TB/s, 2,250 TFLOP/s half); sustained: 1,745 of 2,250",
+        # A burst reaches 1,745 of 2,250. The largest of 514 published products of training steps is 0.655 of
+        # the peak (their median 0.485); the time model's best tile reaches 0.91 of `sustained`.
+        source="DGX B200 data sheet / 8 (8 TB/s, 2,250 TFLOP/s half); sustained: 514 products of steps",
     ),
     Device(
         key="b300",
@@ -329,7 +440,7 @@ _ALL = (
         hbm=8.0e12,
         l2_bytes=126e6,
         peak=_peaks(2250, 1125, 75, 1.3, 4500),
-        sustained=0.776,
+        sustained=0.72,
         link=900e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
@@ -347,7 +458,7 @@ _ALL = (
         hbm=8.0e12,
         l2_bytes=126e6,
         peak=_peaks(2500, 1250, 80, 40, 5000),
-        sustained=0.776,
+        sustained=0.72,
         link=900e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
@@ -365,12 +476,31 @@ _ALL = (
         hbm=8.0e12,
         l2_bytes=126e6,
         peak=_peaks(2500, 1250, 80, 1.4, 5000),
-        sustained=0.776,
+        sustained=0.72,
         link=900e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
         nic=50e9,
         source="GB300 NVL72 data sheet / 72 (279 GB, 8 TB/s, 2,500 TFLOP/s half); sustained: the B200's",
+    ),
+    Device(
+        key="mi355x",
+        name="AMD Instinct MI355X",
+        vendor="amd",
+        capability=(9, 5),
+        units=256,
+        clock_hz=2.4e9,
+        memory_bytes=294896 * MIB,
+        hbm=8.0e12,
+        l2_bytes=256e6,
+        peak=_peaks(2516, 157.3, 157.3, 78.6, 5033),
+        sustained=0.514,
+        link=537e9,
+        workspace_bytes=32 * MIB,
+        pcie=50e9,
+        nic=50e9,
+        has_rows=False,
+        source="MI355X data sheet (8 TB/s, 288 GB, 2,516 TFLOP/s half); sustained: the MI300X's",
     ),
     Device(
         key="mi300x",
@@ -398,6 +528,9 @@ ALIASES = {
     "rtx4090": "4090",
     "a100-40gb": "a100-40",
     "rtx3090": "3090",
+    "rtx5080": "5080",
+    "rtx5090": "5090",
+    "rtxpro6000": "pro6000",
 }
 
 

@@ -9,9 +9,8 @@ reporting process reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from leanstep.script.lines import Line
 from leanstep.script.marks import Mark
@@ -137,14 +136,6 @@ class StreamWait:
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
-    """The default stream waits for other ranks, for `share` times the time since a mark."""
-
-    mark: int
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
 class Extrapolated:
     """A model call that was not run; its kernels follow from recorded calls (`answers/repeated_calls.py`).
 
@@ -193,6 +184,7 @@ class Alloc:
     line: Line | None
     phase: str
     step: int
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +195,7 @@ class Free:
     step: int
 
 
-Event = Launch | StreamMark | StreamWait | Stall | Extrapolated | HostWait | Alloc | Free
+Event = Launch | StreamMark | StreamWait | Extrapolated | HostWait | Alloc | Free
 
 
 @dataclass(slots=True)
@@ -282,45 +274,35 @@ class Refusal(NamedTuple):
 class Request:
     """What to rehearse.
 
-    target: path of a script, a module's name (module=True), or the name of a registered case (case=True).
+    target: path of a script, or a module's name (module=True).
     device: key of `devices.DEVICES`. machine: key of `links.MACHINES` that contains the device, or None.
-    ranks, rank: world size, and the rank of this process.
-    received: pickled objects that other ranks send to this one: shapes of a pipeline stage's inputs.
+    ranks: world size; the rehearsal runs rank 0.
     clock: time.time and time.perf_counter return the predicted host clock.
     compiled: capture torch.compile regions; False runs them eagerly.
-    settings, implementation: of a case.
-    changes: names of `what_if.CHANGES` to apply to the program before it starts.
     host_us: host microseconds per call that launches; None: the time model's default.
     oom: what happens when the device is full: "raise" torch.OutOfMemoryError, "report" it only, or "auto":
         raise where the program catches it.
-    patience_s: stop the program after this many seconds without an update.
-    every_call: run each model call; False: repeated calls without gradients are extrapolated from a few.
+    every_call: run each model call; False: repeated calls without gradients are extrapolated from a few. The
+        tests compare the extrapolation with it.
     """
 
     target: str
     args: tuple[str, ...] = ()
     module: bool = False
-    case: bool = False
     device: str = "h100"
     machine: str | None = None
     steps: int = 3
     ranks: int = 1
-    rank: int = 0
-    received: tuple[bytes, ...] = ()
     clock: bool = False
     compiled: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    implementation: str | None = None
-    changes: tuple[str, ...] = ()
     host_us: float | None = None
     oom: str = "auto"
-    patience_s: float = 600.0
     every_call: bool = False
 
     @property
     def runs_leanstep(self) -> bool:
-        """Whether the program is leanstep's own: a case, or a command run as a module."""
-        return self.case or (self.module and self.target.partition(".")[0] == "leanstep")
+        """Whether the program is leanstep's own: a command run as a module."""
+        return self.module and self.target.partition(".")[0] == "leanstep"
 
 
 @dataclass
@@ -331,10 +313,11 @@ class Recording:
     phases: where rollouts, scoring and updates begin, as event indices.
     model_calls: number of model calls without gradients that were recorded, and that were extrapolated.
     peak_bytes: maximum of live bytes (rounded) over all events; a replay of Alloc and Free gives the same.
+    allocator: text of PYTORCH_ALLOC_CONF when the device was first used.
+    batches: how many batches of a DataLoader were seen, and whether their sizes vary.
     notes: sentence -> count.
     ended: "steps" (all requested steps), "early" (the script ended before), "refused".
     host_s: total seconds that this process spent in the script.
-    sent: objects for other ranks: (rank, pickled).
     """
 
     request: Request
@@ -352,8 +335,9 @@ class Recording:
     refused: Refusal | None = None
     ended: str = "early"
     peak_bytes: int = 0
+    allocator: str = ""
+    batches: str = ""
     host_s: float = 0.0
-    sent: list[tuple[int, bytes]] = field(default_factory=list)
 
 
 class LiveClock(Protocol):

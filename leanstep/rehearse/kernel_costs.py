@@ -165,6 +165,9 @@ def _gemm(call: Call) -> list[Kernel]:
     if first == 1 and len(call.ins[0].size) >= 2 and call.info.get("beta", 1) != 0:
         moved += call.ins[0].nbytes
     leading = [(max(t.stride[-2:]) if min(t.size[-2:]) > 1 else max(t.size[-2:]), t.width) for t in (a, b)]
+    # A product may be written to rows that are longer than n (`out=`).
+    out = call.outs[0] if call.outs and len(call.outs[0].size) > 1 and m > 1 else None
+    leading.append((n if out is None else max(out.stride[-2:]), width))
     return [
         Kernel(
             "gemm",
@@ -172,7 +175,7 @@ def _gemm(call: Call) -> list[Kernel]:
             float(sizes.flops),
             operand_type(a.dtype, call.info.get("tf32", False)),
             (batch, m, n, k),
-            alignment=alignment(*leading, (n, width)) if n > 8 and m > 8 else 16,
+            alignment=alignment(*leading) if n > 8 and m > 8 else 16,
         )
     ]
 

@@ -16,12 +16,13 @@ from types import FrameType
 
 import torch
 
-from leanstep.rehearse.cuda_allocator import CachingAllocator
-from leanstep.script.lines import LIBRARY, judge_code
+from leanstep.rehearse.cuda_allocator import CachingAllocator, Settings
+from leanstep.script.lines import LIBRARY, USER, judge_code
 from leanstep.units import gib
 
 _BROAD = ("RuntimeError", "Exception", "BaseException")
-# Handlers of broad errors that check the message, directly or through a function.
+_EXITS = re.compile(r"(sys\.|os\.)?_?(exit|quit|abort)\(")
+# Handlers of broad errors in a library that check the message, directly or through a function.
 _LOOKS = re.compile(r"out.?of.?memory|oom|reduce_batch_size", re.IGNORECASE)
 
 
@@ -37,9 +38,13 @@ class DeviceMemory:
         self.is_over = False  # more was allocated than the device has; reported in the verdict
         self.num_errors = 0
 
-    def allocate(self, number: int, nbytes: int) -> None:
+    def configure(self, settings: Settings) -> None:
+        """Set the allocator's options; torch reads them when a program first uses the device."""
+        self._allocator.settings = settings
+
+    def allocate(self, number: int, nbytes: int, stream: int = 0) -> None:
         """Allocate memory for a storage; raise torch.OutOfMemoryError depending on the mode."""
-        if self.is_over or self._allocator.allocate(number, nbytes):
+        if self.is_over or self._allocator.allocate(number, nbytes, stream):
             return
         if self._mode == "report" or (self._mode == "auto" and not self.error_is_caught()):
             self.is_over = True
@@ -81,31 +86,54 @@ class DeviceMemory:
 
 def _is_inside_handler(frame: FrameType | None) -> bool:
     while frame is not None:
-        file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if judge_code(file, function) >= LIBRARY and _catches(file, frame.f_lineno or 0):
+        file, verdict = frame.f_code.co_filename, judge_code(frame.f_code.co_filename, frame.f_code.co_name)
+        if verdict >= LIBRARY and _catches(file, frame.f_lineno or 0, bool(verdict & USER)):
             return True
         frame = frame.f_back
     return False
 
 
 @functools.cache
-def _catches(file: str, number: int) -> bool:
-    """Whether a `try` around this line handles out-of-memory errors."""
+def _catches(file: str, number: int, users: bool = True) -> bool:
+    """Whether a `try` or `suppress` around this line catches out-of-memory errors and goes on.
+
+    users: False for a library, whose broad handlers count only where they look for full memory.
+    """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return False
-    return any(
-        node.body[0].lineno <= number <= (node.body[-1].end_lineno or 0)
-        and any(map(_handles_full_memory, node.handlers))
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Try)
-    )
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Try, ast.With, ast.AsyncWith)):
+            continue
+        if not node.body[0].lineno <= number <= (node.body[-1].end_lineno or 0):
+            continue
+        if isinstance(node, ast.Try):
+            # The first handler that catches the error decides.
+            catching = next((h for h in node.handlers if _names_it(h.type) != "no"), None)
+            if catching is not None and _goes_on(catching, users):
+                return True
+        elif users:
+            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+            suppressed = [
+                arg for call in calls if ast.unparse(call.func).endswith("suppress") for arg in call.args
+            ]
+            if any(_names_it(error) != "no" for error in suppressed):
+                return True
+    return False
 
 
-def _handles_full_memory(handler: ast.ExceptHandler) -> bool:
-    named = ast.unparse(handler.type) if handler.type is not None else "BaseException"
-    if "OutOfMemoryError" in named:
-        return True
-    is_broad = any(re.search(rf"\b{name}\b", named) for name in _BROAD)
-    return is_broad and any(_LOOKS.search(ast.unparse(part)) for part in handler.body)
+def _names_it(errors: ast.expr | None) -> str:
+    """How a handler names the error: "named", "broad" (a base class, or nothing) or "no"."""
+    text = ast.unparse(errors) if errors is not None else "BaseException"
+    if "OutOfMemoryError" in text:
+        return "named"
+    return "broad" if any(re.search(rf"\b{name}\b", text) for name in _BROAD) else "no"
+
+
+def _goes_on(handler: ast.ExceptHandler, users: bool) -> bool:
+    """Whether the program continues behind the handler: it does not always raise or exit again."""
+    if not users and _names_it(handler.type) == "broad":
+        return any(_LOOKS.search(ast.unparse(part)) for part in handler.body)
+    last = handler.body[-1]
+    return not isinstance(last, ast.Raise) and not _EXITS.match(ast.unparse(last))

@@ -32,6 +32,23 @@ _make: Callable[..., Any] = torch.Tensor._make_subclass
 _guard: Callable[[Any], None] = torch._C._set_throw_on_mutable_data_ptr  # pyright: ignore
 
 
+def uses_tf32(name: str) -> bool:
+    """Return whether a float32 product of this call may use TF32.
+
+    torch's older getters raise once a program has set `fp32_precision`; its newer one does not know the older
+    switch of convolutions.
+    """
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # from torch 2.9
+    if "conv" in name:
+        try:
+            return torch.backends.cudnn.allow_tf32
+        except RuntimeError:
+            return precision is not None and precision("cuda", "conv") != "ieee"
+    if precision is not None:
+        return precision("cuda", "matmul") == "tf32"
+    return torch.get_float32_matmul_precision() != "highest"
+
+
 class Arguments:
     """The tensors of a call in order, and a hashable key of everything that its outputs depend on."""
 
@@ -58,7 +75,7 @@ class Arguments:
                 return
             parts.append(torch.get_default_dtype())
         if name in GEMM or name in MATMULS or "conv" in name or "attention" in name:
-            parts += (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+            parts += (uses_tf32("matmul"), uses_tf32("conv"))
         self.key = tuple(parts)
 
     def _walk(self, values: Any, parts: list[Any], fake_mode: FakeTensorMode) -> bool:

@@ -8,6 +8,11 @@ from __future__ import annotations
 NESTED = "nested tensors are not supported: pad the batch or pack it (flash_attn_varlen_func, flex_attention)"
 SPARSE = "sparse device tensors are not supported (torch.sparse, Embedding(sparse=True)); use dense ones"
 EXPORT = "torch.export is not supported: run the module itself, or torch.compile it"
+RECURRENT = "recurrent layers are not supported (nn.RNN, nn.LSTM, nn.GRU, nn.GRUCell, pack_padded_sequence)"
+CTC = "the CTC loss is not supported (nn.CTCLoss, F.ctc_loss)"
+LAZY = "lazy modules are not supported (nn.LazyLinear and others): give the module its input size"
+TENSOR_TYPE = "torch.cuda.FloatTensor and similar types are not supported: use dtype and device"
+PIPELINE = "pipeline schedules are not supported (torch.distributed.pipelining)"
 REAL_DEVICE = "a call bypassed the rehearsal and asked CUDA for a real device, but none is visible"
 SIMULATED = "torch does not run this on simulated tensors"
 # Part of a message or of an operator's name -> sentence.

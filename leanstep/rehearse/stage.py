@@ -27,7 +27,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,7 @@ from leanstep.rehearse import refusals
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import OOM_MODES, Launch, Recording, Refusal, Request
-from leanstep.script import guard
-from leanstep.script.children import leave, start_program, temporary_folder, write_result
+from leanstep.script.children import end_with, leave, start_program, temporary_folder, write_result
 from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
 from leanstep.script.run import Program, as_main
 
@@ -46,11 +44,12 @@ __all__ = ["RehearsalError", "rehearse"]
 _ROOT = str(Path(__file__).parent.parent.parent)
 # Import the package from the same folder as in this process, then remove that folder from the path.
 _START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from leanstep.rehearse import stage; "
+    "import sys; sys.path.insert(0, sys.argv[1]); from leanstep.script.children import end_with; "
+    "end_with(int(sys.argv.pop(2))); from leanstep.rehearse import stage; "
     "sys.path.remove(sys.argv[1]); stage._serve(*sys.argv[2:])"
 )
 # Torch and Python read these when they start: another value needs another interpreter.
-_READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS", "LEANSTEP_CACHE")
+_READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS")
 # Exit code of a rehearsal that failed, and the file to which Python writes the stack of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
 # Seconds within which an interrupted program must exit.
@@ -71,8 +70,6 @@ def rehearse(
     A program that stops before its steps returns a Recording with `ended` and `refused`.
     """
     _validate(request)
-    if request.rank and not request.received:
-        request = replace(request, received=_sent_to(request, quiet))
     try:
         return _rehearsed(request, quiet, show)
     except BadInput as error:
@@ -93,24 +90,11 @@ def _rehearsed(request: Request, quiet: bool, show: Callable[[str], None] | None
         environment["TMPDIR"] = str(folder / "tmp")
         (folder / "tmp").mkdir()
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
-        code = _server().run(asked, answered, quiet, _Watcher(answered, show))
+        code = _server(folder).run(asked, answered, quiet, _Watcher(answered, show))
         got = pickle.loads(answered.read_bytes()) if answered.exists() else _lost(request, code, folder)
     if isinstance(got, RehearsalError):
         raise got
     return got
-
-
-def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
-    """Rehearse one step of rank 0 and of the ranks it sends to; return the objects sent to this rank."""
-    rank, received = 0, ()
-    while rank < request.rank:
-        before = rehearse(replace(request, rank=rank, received=received, steps=1), quiet=quiet)
-        following = [to for to, _ in before.sent if rank < to <= request.rank]
-        if not following:
-            return ()
-        sender, rank = before, max(following)
-        received = tuple(sent for to, sent in sender.sent if to == rank)
-    return received
 
 
 def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
@@ -149,7 +133,8 @@ class _Server:
         self.start = [os.environ.get(name) for name in _READ_AT_START]
         self.lock = threading.Lock()
         self.line, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-c", _START, _ROOT, str(stub), str(theirs.fileno())]
+        arguments = [_ROOT, str(os.getpid()), str(stub), str(theirs.fileno())]
+        command = [sys.executable, "-P", "-c", _START, *arguments]
         if sys.version_info < (3, 11):
             command.remove("-P")
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -199,12 +184,15 @@ class _Server:
 _servers: list[_Server] = []
 
 
-def _server() -> _Server:
-    """Return the running interpreter; start one if there is none or its environment has changed."""
+def _server(folder: Path) -> _Server:
+    """Return the running interpreter; start one if there is none or its environment has changed.
+
+    folder: may receive the stub; the interpreter needs the file only until it has loaded it.
+    """
     if _servers and not _servers[-1].fits():
         _servers.pop().end()
     if not _servers:
-        _servers.append(_Server(fake_device.library()))
+        _servers.append(_Server(fake_device.library(folder)))
     return _servers[-1]
 
 
@@ -220,17 +208,12 @@ def _validate(request: Request) -> None:
         raise RehearsalError(f"steps: expected at least 1, got {request.steps}")
     if request.oom not in OOM_MODES:
         raise RehearsalError(f"oom: expected {', '.join(OOM_MODES)}, got {request.oom!r}")
-    if request.patience_s <= 0:
-        raise RehearsalError(f"patience: expected seconds above 0, got {request.patience_s:g}")
     if request.ranks < 1:
         raise RehearsalError(f"ranks: expected at least 1, got {request.ranks}")
-    if not 0 <= request.rank < request.ranks:
-        raise RehearsalError(f"rank: expected 0 to {request.ranks - 1}, got {request.rank}")
-    if not request.case:
-        try:
-            Program.find(request.target, request.module)
-        except BadInput as error:
-            raise RehearsalError(str(error).removeprefix("SCRIPT: ")) from None
+    try:
+        Program.find(request.target, request.module)
+    except BadInput as error:
+        raise RehearsalError(str(error).removeprefix("SCRIPT: ")) from None
 
 
 def _tools(folder: Path, device: str) -> str:
@@ -245,17 +228,17 @@ def _tools(folder: Path, device: str) -> str:
 
 
 def _rank_environment(request: Request) -> dict[str, str]:
-    """Return torchrun's variables. Rank 0 shares its node; any other rank counts as alone on its node."""
+    """Return torchrun's variables for rank 0."""
     from leanstep.rehearse.links import device_of
 
-    ranks, rank = request.ranks, request.rank
+    ranks = request.ranks
     if ranks == 1:
         return {}
     return {
-        "RANK": str(rank),
+        "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": "1" if rank else str(min(ranks, device_of(request.device, request.machine).node)),
+        "LOCAL_WORLD_SIZE": str(min(ranks, device_of(request.device, request.machine).node)),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
     }
@@ -271,14 +254,19 @@ def _serve(stub: str, descriptor: str) -> None:
     except RehearsalError as reason:
         unusable = reason
     line = socket.socket(fileno=int(descriptor))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts go to the program
+    # Interrupts go to the program, and SIGTERM to what it leaves running.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server = os.getpid()
     while True:
         message, descriptors, _, _ = socket.recv_fds(line, 1 << 14, 3)
         if not message:
             os._exit(0)
         child = os.fork()
         if not child:
+            end_with(server)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             line.close()
             for number, passed in enumerate(descriptors):
                 os.dup2(passed, number)
@@ -287,7 +275,7 @@ def _serve(stub: str, descriptor: str) -> None:
         for passed in descriptors:
             os.close(passed)
         _, status = os.waitpid(child, 0)
-        guard.end(os.getpid(), os.environ[guard.MARK])
+        os.killpg(0, signal.SIGTERM)
         line.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
@@ -296,10 +284,8 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         if unusable is not None:
             raise unusable
         request, environment, folder = pickle.loads(Path(asked).read_bytes())
-        mark = os.environ.get(guard.MARK, "")
         os.environ.clear()
         os.environ.update(environment)
-        os.environ[guard.MARK] = mark
         tempfile.tempdir = None  # read the environment again
         os.chdir(folder)
         faulthandler.enable(Path(answered).with_name(_FAULTS).open("w"), all_threads=False)
@@ -324,13 +310,13 @@ def _run(request: Request, progress: Path) -> Recording:
 
     from leanstep.rehearse.answers import (
         compiled,
-        pipeline,
         process_group,
-        sequences,
         stand_ins,
         torch_cuda,
         triton_launches,
+        unsupported,
     )
+    from leanstep.rehearse.answers.loaders import Loaders
     from leanstep.rehearse.links import device_of
     from leanstep.rehearse.out_of_memory import DeviceMemory
     from leanstep.rehearse.steps import Steps, StepsDone
@@ -345,15 +331,12 @@ def _run(request: Request, progress: Path) -> Recording:
     compiled.install(tape, capture=request.compiled)
     triton_launches.install(tape, device)
     stand_ins.install(tape)
-    sequences.install(tape)
-    process_group.install(tape, request.ranks, request.rank)
-    pipeline.install(tape)
-    if request.changes:
-        from leanstep.rehearse.answers import changes
-
-        changes.install(tape, request.changes)
+    unsupported.install()
+    batches = Loaders(tape)
+    batches.install()
+    process_group.install(tape, request.ranks)
     _follow_threads(tape)
-    steps = Steps(tape, request.steps, request.patience_s, progress)
+    steps = Steps(tape, request.steps, progress)
     steps.watch()
     started = time.perf_counter()
     real_time = time.perf_counter
@@ -362,7 +345,7 @@ def _run(request: Request, progress: Path) -> Recording:
         time.time = lambda: epoch + tape.clock.host
         time.perf_counter = lambda: tape.clock.host
         time.monotonic = lambda: tape.clock.host
-    program = _case_program(request, tape, steps) if request.case else _script_program(request)
+    program = _script_program(request)
     gc.collect()
     gc.freeze()  # the collector skips torch's own objects from here on
     try:
@@ -383,6 +366,8 @@ def _run(request: Request, progress: Path) -> Recording:
         recording.ended = "refused"
     recording.host_s = real_time() - started
     steps.close()
+    if recording.steps:
+        recording.batches = batches.report()
     return tape.finish()
 
 
@@ -409,56 +394,6 @@ def _follow_threads(tape: Any) -> None:
             run(self)
 
     threading.Thread.run = on_tape
-
-
-def _case_program(request: Request, tape: Any, steps: Any) -> Callable[[], Any]:
-    """Return one implementation of a registered case, on a workload whose large tensors are simulated."""
-    import torch
-
-    from leanstep.case import get_case
-    from leanstep.rehearse.shadows import SHADOW_ELEMENTS
-
-    settings = dict(request.settings)
-    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    try:
-        case = get_case(request.target)
-        size = str(settings.pop("size", case.default_size))
-        asked = settings.pop("dtype", None)
-        dtype = case.bench_dtype if asked is None else getattr(torch, names.get(asked, str(asked)), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype: expected bf16, fp16, fp32 or a torch dtype, got {asked!r}")
-        params = case.params(size, settings)
-        fast = next((i.name for i in case.implementations if i.kind == "fast"), case.reference.name)
-        chosen = case.implementation(request.implementation or fast)
-    except ValueError as reason:
-        raise RehearsalError(str(reason)) from None
-    missing = chosen.missing(params, "cuda")
-    if missing is not None:
-        raise RehearsalError(f"{case.name}, {chosen.name}: {missing}")
-    steps.by_hand = True
-    weak: Any = torch._C._WeakTensorRef  # pyright: ignore[reportAttributeAccessIssue]
-
-    def run() -> None:
-        usual, tape.most_on_host = tape.most_on_host, SHADOW_ELEMENTS
-        workload = case.workload(params, dtype, "cuda")
-        tape.most_on_host = usual
-        step = chosen.build(workload)
-        while True:
-            _wait_until_freed([weak(output) for output in step().values()])
-            steps.mark(())
-
-    return run
-
-
-def _wait_until_freed(tensors: list[Any]) -> None:
-    """Wait until autograd's thread has released the last gradients, which do not belong to the next step.
-
-    tensors: weak references. The wait is bounded: an optimizer may keep some of them.
-    """
-    for _ in range(50):
-        if all(tensor.expired() for tensor in tensors):
-            return
-        time.sleep(1e-3)
 
 
 def _script_program(request: Request) -> Callable[[], Any]:

@@ -23,6 +23,8 @@ from leanstep.script.steps import StepListener, StepMarker
 
 # The rehearsal stops after this many events without an update: a longer recording takes gigabytes.
 MOST_EVENTS = 2_000_000
+# ... and after this many seconds without one.
+PATIENCE_S = 600.0
 # Updates that may precede a capture: torch's documentation requires 3, or 11 with DistributedDataParallel.
 MOST_TRIALS = 12
 # Two steps with the same batch size allocate the same amount, up to this relative difference.
@@ -35,16 +37,15 @@ class StepsDone(BaseException):
 
 
 class Steps(StepListener, PhaseListener):
-    """Splits the tape into steps; `script.steps` finds their ends, or the program's runner marks them."""
+    """Splits the tape into steps; `script.steps` finds their ends."""
 
-    def __init__(self, tape: Any, wanted: int, patience_s: float, progress: Path | None = None):
-        self.tape, self.wanted, self.patience_s, self.progress = tape, wanted, patience_s, progress
+    def __init__(self, tape: Any, wanted: int, progress: Path | None = None):
+        self.tape, self.wanted, self.progress = tape, wanted, progress
         self._last_update = (0, monotonic())
         self._num_counted = self._num_trials = 0
         self._reported = 0.0
         self.marker = StepMarker(self, PhaseMarker(self._position, self))
         self.calls, self.generations = RepeatedCalls(tape), Generations(tape)
-        self.by_hand = False  # the program's runner marks the steps
         self._part_end = 0  # event index at which the last part of the update ended
         self._optimizers: dict[int, Any] = {}
 
@@ -126,11 +127,12 @@ class Steps(StepListener, PhaseListener):
         """Stop a program that makes no update."""
         num_events, seconds = self._last_update
         waited = monotonic() - seconds
-        if self.tape.num_events - num_events < MOST_EVENTS and waited < self.patience_s:
+        if self.tape.num_events - num_events < MOST_EVENTS and waited < PATIENCE_S:
             return
-        responsible = self.tape.shadows.branches.responsible() or "--patience SECONDS waits longer"
+        responsible = self.tape.shadows.branches.responsible()
         calls = f"{self.tape.num_events - num_events:,} calls and allocations"
-        raise NoUpdate(self.tape.lines.here(), f"no update in {calls} ({waited:.0f} s): {responsible}")
+        reason = f": {responsible}" if responsible else ""
+        raise NoUpdate(self.tape.lines.here(), f"no update in {calls} ({waited:.0f} s){reason}")
 
     def optimizer_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self.tape.lines.phase = "optimizer"
@@ -158,12 +160,11 @@ class Steps(StepListener, PhaseListener):
         self._part_end = len(self.tape.recording.events)
 
     def step_ends(self, late: bool) -> None:
-        if not self.by_hand:
-            groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-            if self.tape.capture is not None:  # the update happens when the graph is replayed
-                self.tape.capture.updates.append(groups)
-            else:
-                self.mark(groups, self._part_end)
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        if self.tape.capture is not None:  # the update happens when the graph is replayed
+            self.tape.capture.updates.append(groups)
+        else:
+            self.mark(groups, self._part_end)
         self._optimizers = {}
 
     def mark(self, groups: Any, end: int | None = None) -> None:
@@ -187,7 +188,7 @@ class Steps(StepListener, PhaseListener):
 
         Such an update warms up for a capture, or searches for a batch that fits.
         """
-        if self.by_hand or self._num_trials >= MOST_TRIALS:
+        if self._num_trials >= MOST_TRIALS:
             return False
         if not self.tape.num_captures and (self.tape.stream or _names_graphs()):
             return True

@@ -69,11 +69,6 @@ class Streams:
         self._ends[stream] = self._busy_since[stream] = until
         return max(0.0, until - begin)
 
-    def stall(self, seconds: float) -> None:
-        """Keep the default stream idle."""
-        self._ends[0] += seconds
-        self._busy_since[0] = self._ends[0]
-
     def end_of(self, mark: int) -> float:
         return self._marks.get(mark, 0.0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 import weakref
@@ -27,11 +28,12 @@ from leanstep.flops import CountCall, Counted, counter_of, operand_type
 from leanstep.rehearse import events
 from leanstep.rehearse.answers.custom_ops import ONE_PASS, body_of, needs_a_price
 from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
+from leanstep.rehearse.cuda_allocator import Settings
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import FREE, kernels, one_pass, registered_cost
 from leanstep.rehearse.lines import WORKSPACE, Lines, Place
 from leanstep.rehearse.out_of_memory import DeviceMemory
-from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, Taped, plan_of
+from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, Taped, plan_of, uses_tf32
 from leanstep.rehearse.refusals import SPARSE, Refused
 from leanstep.rehearse.shadows import (
     DYNAMIC,
@@ -60,6 +62,8 @@ STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy"})
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
 # Reads in `leanstep.script.syncs` that have another name in a recording.
 WAITS = {"scalar": "item"}
+# Floats in a real host tensor; larger ones stay fake, they go to the device later.
+MOST_ON_HOST = 1 << 30
 # Events between two checks of whether the program makes updates.
 CHECKED_EVERY = 1024
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -138,7 +142,6 @@ class Tape(TorchDispatchMode):
         self._parameters: list[Any] = []
         self.ranks = 1
         self.in_registers = False  # outputs of the next call take no memory: a compiler fuses them
-        self.most_on_host = 1 << 30  # floats in a real host tensor; larger ones go to the device later
         self.capture: Any = None  # the CUDA graph that is being captured
         self.num_captures = 0
         self.captured: set[int] = set()  # storages allocated by captures
@@ -318,15 +321,23 @@ class Tape(TorchDispatchMode):
     def allocate(self, nbytes: int, shape: tuple[int, ...], dtype: str, place: Place, category: str) -> int:
         """Tape an allocation and return its number."""
         number = len(self.recording.storages)
-        self.memory.allocate(number, nbytes)
+        if not number:
+            self._configure_allocator()
+        self.memory.allocate(number, nbytes, self.stream)
         record = events.Storage(number, nbytes, shape, dtype, place.line, place.phase, self.step, category)
         self.recording.storages[number] = record
         if nbytes:
             self.live_bytes += nbytes
-            self.add(events.Alloc(number, nbytes, place.line, place.phase, self.step))
+            self.add(events.Alloc(number, nbytes, place.line, place.phase, self.step, self.stream))
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             self.window_peak_bytes = max(self.window_peak_bytes, self.live_bytes)
         return number
+
+    def _configure_allocator(self) -> None:
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+        record = self.recording
+        record.allocator = next((os.environ[name] for name in names if name in os.environ), "")
+        self.memory.configure(Settings.read(record.allocator, record.torch))
 
     def _free(self, key: int) -> None:
         number = self._numbers.pop(key, None)
@@ -459,7 +470,7 @@ class Tape(TorchDispatchMode):
 
     def _on_host(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], where: Any) -> Any:
         """Run a host call; a large tensor that will be copied to the device stays fake."""
-        large = name in FACTORIES and math.prod(args[0]) > self.most_on_host
+        large = name in FACTORIES and math.prod(args[0]) > MOST_ON_HOST
         if large and kwargs.get("dtype") in FLOATS and str(where) != "meta":
             if "generator" in kwargs:  # overloads that take a generator need the keyword
                 kwargs["generator"] = None
@@ -684,7 +695,7 @@ class Tape(TorchDispatchMode):
         counted = None if counter is None else counter(call.args, call.kwargs, outs)
         if counted is None:
             return ()
-        dtype = operand_type(counted.dtype, _uses_tf32(call.name))
+        dtype = operand_type(counted.dtype, uses_tf32(call.name))
         return (Counted(dtype, counted.flops, counted.repeated),)
 
     def finish(self) -> events.Recording:
@@ -745,8 +756,8 @@ def _info(arguments: dict[str, Any]) -> dict[str, Any]:
         "lists": len(lists),
         "beta": arguments.get("beta", 1),
         "accumulate": bool(arguments.get("accumulate")),
-        "tf32": _uses_tf32("matmul"),
-        "conv_tf32": _uses_tf32("convolution"),
+        "tf32": uses_tf32("matmul"),
+        "conv_tf32": uses_tf32("convolution"),
         "windows": _windows(arguments.get("kernel_size"), arguments.get("stride")),
     }
 
@@ -756,10 +767,3 @@ def _windows(kernel_size: Any, stride: Any) -> float | None:
     if not isinstance(kernel_size, (list, tuple)) or not kernel_size:
         return None
     return math.prod(kernel_size) / math.prod(stride or kernel_size)
-
-
-def _uses_tf32(name: str) -> bool:
-    """Whether a float32 product of this call may use TF32."""
-    if "conv" in name:
-        return torch.backends.cudnn.allow_tf32
-    return torch.get_float32_matmul_precision() != "highest"

@@ -2,8 +2,8 @@
 
 The slowest of several limits determines a kernel's time: bytes at a share of the memory bandwidth, elements
 at the rate at which a unit computes addresses, a chain of dependent loads, tiles of a product on the matrix
-units. `tools/calibrate.py` fits the constants of each vendor (`RATES`) on public traces of H100 and MI300X;
-the intervals (`WIDTHS`) come from published steps and kernels. For other devices only the data sheet figures
+units. `dev/calibrate.py` fits the constants of each vendor (`RATES`) on public traces of H100 and MI300X;
+the intervals (`WIDTHS`) come from blind rows. For other devices only the data sheet figures
 differ.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -25,7 +25,6 @@ from leanstep.rehearse.events import (
     HostWait,
     Kernel,
     Launch,
-    Stall,
     StreamMark,
     StreamWait,
 )
@@ -56,7 +55,7 @@ class Rates:
     attention: float
 
 
-# From `tools/calibrate.py --fit`: AMD's on all tables; NVIDIA's on the first six, frozen because published
+# From `dev/calibrate.py --fit`: AMD's on all tables; NVIDIA's on the first six, frozen because published
 # steps were predicted with them. Exceptions: NVIDIA's `stream` (passes in Liger's public table for A100, H100
 # and B200 reach 0.80 to 0.85 of the memory bandwidth); NVIDIA's `conv`, from published steps of ResNet-50 and
 # airbench94 on A100 and V100; `single` (fp32 without matrix units), an assumption.
@@ -88,18 +87,28 @@ RATES: Mapping[str, Rates] = MappingProxyType(
         ),
     }
 )
-# Factor around a prediction that contains 80% of the published figures of its class. docs/rehearse_errors.md
-# has the rows by source, and the share of a source's rows inside the interval when the other sources give the
-# factor. amd: whole traces of MI300X. host: additional uncertainty of a step bound by host or syncs.
+# Factor around a prediction that contains 80% of the published figures of its class: where blind rows of the
+# open table give it (the 80% quantile of their first predictions, by class and device; docs/published.md),
+# else the factor of a class without blind rows. No constant of the model was set from a blind row.
+# host: additional uncertainty of a step bound by host or syncs.
 WIDTHS: Mapping[str, float] = MappingProxyType(
     {
-        "eager": 1.18,
-        "compiled": 1.09,
-        "convolutions": 1.25,
-        "kernels": 1.11,
+        "eager": 1.3,
+        "compiled": 1.3,
+        "convolutions": 1.3,
+        "kernels": 1.3,
         "short kernels": 1.45,
-        "amd": 1.26,
+        "amd": 1.3,
         "host": 1.9,
+    }
+)
+BLIND_WIDTHS: Mapping[tuple[str, str], float] = MappingProxyType(
+    {
+        ("h100", "compiled"): 1.15,  # 17 rows of h100, h100-96 and h200
+        ("h100-96", "compiled"): 1.15,
+        ("h200", "compiled"): 1.15,
+        ("a100", "eager"): 1.16,  # contains nine of ten MPT rows of a100 and a100-40
+        ("a100-40", "eager"): 1.16,
     }
 )
 # A step counts as convolutions if they take more than this share of it; a kernel below this time is short.
@@ -325,6 +334,8 @@ class Clock:
         self.classes: dict[str, float] = {}
         self._queue: deque[float] = deque()
         self._known: dict[Kernel, float] = {}
+        # Where each kernel ran, for a timeline: (kind, name, stream, start, end).
+        self.trace: list[tuple[str, str, int, float, float]] | None = None
 
     @property
     def device(self) -> float:
@@ -352,10 +363,6 @@ class Clock:
         elif isinstance(event, StreamWait):
             idle = self.streams.wait(event.mark, event.stream, self.host)
             self.exposed += idle if event.stream == 0 else 0.0
-        elif isinstance(event, Stall):
-            idle = event.share * max(0.0, self.streams.end() - self.streams.end_of(event.mark))
-            self.streams.stall(idle)
-            self.exposed += idle
 
     def _join(self, end: float) -> None:
         """Block the host until this time."""
@@ -385,7 +392,10 @@ class Clock:
                 further = event.name != GRAPH_REPLAY
                 if stream == 0:
                     self.idle += max(0.0, self.host - self.streams.end())
-                self._queue.append(self.streams.run(stream, each, self.host, on_units=on_units))
+                end = self.streams.run(stream, each, self.host, on_units=on_units)
+                if self.trace is not None:
+                    self.trace.append((kernel.kind, kernel.name, stream, end - each, end))
+                self._queue.append(end)
                 if len(self._queue) > self.QUEUE:
                     self.host = max(self.host, self._queue.popleft())
 
@@ -393,6 +403,9 @@ class Clock:
         """Use both directions of a link at once: sends and receives do not wait for each other."""
         link = (kernel.name if kernel.name in ("send", "receive") else "", kernel.sizes)
         self.streams.transfer(link, time, event.stream, self.host, event.mark)
+        if self.trace is not None:
+            end = self.streams.end_of(event.mark)
+            self.trace.append((kernel.kind, kernel.name, event.stream, end - time, end))
         if not event.mark:  # inside a CUDA graph: the kernels that follow read the result
             self.exposed += self.streams.wait(0, event.stream, self.host)
 
@@ -408,6 +421,8 @@ class Clock:
         began = max(self.streams.end(), self.host)
         self.host += spent * 1e-6
         end = self.streams.run(0, max(busy, self.host - began), began)
+        if self.trace is not None:
+            self.trace.append(("model call", "", 0, began, end))
         # If the device is far behind, this call's launches fill the queue.
         ahead = busy * min(1.0, self.QUEUE / max(1, event.launches))
         self.host = max(self.host, end - ahead)
@@ -449,6 +464,14 @@ class Timing:
     def mfu(self, device: Device) -> float:
         """Return the model's FLOPs as a share of the device's peak, each at the peak of its operand type."""
         return self.flops.seconds_at(device.flops) / self.step_s if self.step_s > 0 else 0.0
+
+
+def _by_part(timing: Timing) -> tuple[Mapping[str, int], ...]:
+    flops = timing.flops
+    return flops.forward, flops.backward, flops.recomputed, flops.optimizer
+
+
+_ADDED = ("step_s", "device_s", "host_s", "link_s", "exposed_s", "kernels", "calls", "waits")
 
 
 def time_steps(
@@ -499,6 +522,26 @@ def time_steps(
     return timings
 
 
+def joined(timings: Sequence[Timing], device: Device) -> Timing:
+    """Add up the parts of one step."""
+    if len(timings) == 1:
+        return timings[0]
+    whole = Timing(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0)
+    for part in timings:
+        for name in _ADDED:
+            setattr(whole, name, getattr(whole, name) + getattr(part, name))
+        whole.flops = StepFlops(
+            *(
+                {**a, **{k: a.get(k, 0) + n for k, n in b.items()}}
+                for a, b in zip(_by_part(whole), _by_part(part), strict=True)
+            )
+        )
+        for kind, time in part.classes.items():
+            whole.classes[kind] = whole.classes.get(kind, 0.0) + time
+        whole.is_compiled |= part.is_compiled
+    return _judged(whole, device)
+
+
 class _Nothing(dict[Kernel, float]):
     """Kernel times of a device that takes no time."""
 
@@ -513,7 +556,8 @@ def _judged(timing: Timing, device: Device) -> Timing:
     if timing.step_s > 1.15 * max(limits.values()):
         waits_for_link = timing.exposed_s > 0.5 * (timing.step_s - max(limits.values()))
         timing.bound_by = "link" if waits_for_link else "syncs" if timing.waits else timing.bound_by
-    spread = math.log(WIDTHS[_class_of(timing, device)])
+    kind = _class_of(timing, device)
+    spread = math.log(BLIND_WIDTHS.get((device.key, kind), WIDTHS[kind]))
     if timing.bound_by in ("host", "syncs"):
         spread = math.hypot(spread, math.log(WIDTHS["host"]))
     factor = math.exp(spread)

@@ -7,15 +7,14 @@ in at most 40 lines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from leanstep import units
 from leanstep.rehearse import iterations, what_if
 from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
 from leanstep.rehearse.devices import Device
-from leanstep.rehearse.events import Event, Extrapolated, Free, Kernel, Launch, Recording, Request
+from leanstep.rehearse.events import Event, Extrapolated, Kernel, Launch, Recording, Step
 from leanstep.rehearse.time_model import Clock, Timing
 from leanstep.script.lines import Line
 from leanstep.script.marks import ROLLOUT
@@ -23,9 +22,9 @@ from leanstep.units import gib, ms
 
 GIB = 2**30
 LINES = 40
+_MOST_ASIDE = 4
 _SHARD_RANKS = (2, 4, 8, 16, 32, 64)
 Data = dict[str, Any]
-Rerun = Callable[[Request], Recording]
 
 
 def judge(
@@ -37,7 +36,8 @@ def judge(
     """
     device = devices[0]
     memory = memory_of(recording, device.memory_bytes, device.context_bytes, points)
-    timing = what_if.last_step(recording, device)
+    step = what_if.timed_step(recording, device)
+    timing = what_if.update_step(recording, device, step=step)
     iteration = iterations.last_iteration(recording, device)
     report: Data = {
         "device": device.key,
@@ -53,8 +53,9 @@ def judge(
         "ended": recording.ended,
         "memory": _memory(memory),
         "time": _time(recording, device, timing, eager),
+        "aside": _aside(recording, device),
         "iteration": _iteration(recording, iteration),
-        "lines": _lines(recording, device),
+        "lines": _lines(recording, device, step),
         "syncs": [
             {"line": g.line, "kind": g.kind, "count": g.count, "saved_ms": g.saved_ms}
             for g in what_if.sync_gains(recording, device, timing)
@@ -70,6 +71,7 @@ def judge(
         ],
         "branches": [{**b._asdict(), "line": place(b.line)} for b in recording.branches],
         "notes": [f"{note} ({count})" if count > 1 else note for note, count in recording.notes.items()],
+        "batches": recording.batches,
         "refused": None,
     }
     if recording.refused is not None:
@@ -86,6 +88,7 @@ def _memory(memory: Memory) -> Data:
         "capacity": memory.capacity,
         "fits": memory.fits,
         "failed_line": memory.failed_line,
+        "advice": memory.advice,
         "at": {"step": memory.step, "line": memory.line},
         "categories": memory.categories,
         "owners": [
@@ -126,9 +129,28 @@ def _time(
         "compiled": bool(recording.regions),
     }
     if recording.regions:
-        plain = what_if.last_step(eager, device, compiled=False) if eager is not None else None
-        entry["eager_ms"] = plain.step_s * 1e3 if plain is not None else None
+        entry["eager_ms"] = eager_ms(eager, device) if eager is not None else None
     return entry
+
+
+def eager_ms(recording: Recording, device: Device) -> float | None:
+    """Return the step of a program that was rehearsed without torch.compile."""
+    plain = what_if.update_step(recording, device, compiled=False)
+    return plain.step_s * 1e3 if plain is not None else None
+
+
+def eager_line(report: Data) -> str:
+    eager = report["time"]["eager_ms"]
+    return f"  without torch.compile: {ms(eager) if eager is not None else 'no step'} per step, predicted"
+
+
+def _aside(recording: Recording, device: Device) -> list[Data]:
+    """Return the steps that contain forwards without gradients, and the time of those."""
+    return [
+        {"step": step.number, "ms": 1e3 * what_if.aside_seconds(recording, device, step)}
+        for step in recording.steps[-_MOST_ASIDE:]
+        if any(not is_update for is_update, _ in what_if.pieces_of(recording, step))
+    ]
 
 
 def _rollout_of(recording: Recording, iteration: iterations.Iteration) -> str:
@@ -174,11 +196,11 @@ def _product_dtype(timing: Timing) -> str:
     return max(by_type, key=lambda name: by_type[name], default="bfloat16")
 
 
-def _lines(recording: Recording, device: Device) -> list[Data]:
+def _lines(recording: Recording, device: Device, step: Step | None) -> list[Data]:
     clock = Clock(device)
     times: dict[str, float] = {}
     counts: Counter[str] = Counter()
-    events = what_if.step_events(recording, recording.steps[-1]) if recording.steps else ()
+    events = what_if.update_events(recording, step) if step is not None else ()
     for event in events:
         for where, kernel, repeats in _kernels(event):
             line = place(where)
@@ -203,7 +225,7 @@ def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timin
         return entry
 
     def milliseconds(transform: what_if.Transform) -> float | None:
-        then = what_if.last_step_seconds(recording, device, transform)
+        then = what_if.update_seconds(recording, device, transform)
         return then * 1e3 if then is not None else None
 
     entry["no_syncs_ms"] = milliseconds(what_if.without_waits())
@@ -219,7 +241,7 @@ def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timin
 def _on(recording: Recording, device: Device) -> tuple[Memory, Timing | None]:
     """Return memory and time of the same recording on another device."""
     memory = memory_of(recording, device.memory_bytes, device.context_bytes, points=1)
-    return memory, what_if.last_step(recording, device)
+    return memory, what_if.update_step(recording, device)
 
 
 def _summary(device: Device, memory: Memory, timing: Timing | None) -> Data:
@@ -243,11 +265,16 @@ def verdict(report: Data) -> str:
     needed = memory["reserved"] + memory["context"]
     needs = f"{needed / GIB:.1f} of {memory['capacity'] / GIB:.1f} GiB"
     parts = [f"fits: {needs}" if memory["fits"] else f"DOES NOT FIT: {needs} at {memory['failed_line']}"]
+    if memory["advice"]:
+        parts.append(memory["advice"])
     if time is not None:
         low, high = time["interval_ms"]
         parts.append(
             f"{ms(time['step_ms'])} per step ({ms(low)} to {ms(high)}), {_BOUND[time['bound_by']]}-bound"
         )
+        if report["aside"] and not report["iterations"]:
+            most = max(report["aside"], key=lambda entry: entry["ms"])
+            parts.append(f"plus {ms(most['ms'])} of forwards without gradients in step {most['step']}")
         if report["iteration"] is not None and report["iterations"]:
             parts.append(_iteration_text(report["iteration"]))
         if report["ended"] == "early":
@@ -295,100 +322,25 @@ _BOUND = {
 # What makes it fit -----------------------------------------------------------------------------------
 
 
-def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) -> list[Data]:
-    """Return simulated changes that may make a step fit, smallest first.
-
-    rerun: `stage.rehearse`, for changes of the program; None: only changes that a replay of sizes covers.
-    For a change that cannot be applied to the program, `why` gives the reason.
-    """
+def what_fits(recording: Recording, device: Device) -> list[Data]:
+    """Return the first size that makes a step fit, and bf16 state; both replay the recording."""
     room = device.memory_bytes - device.context_bytes
-    simulated: list[Data] = []
-
-    def simulate(change: str, text: str, how: str, needed: int | None, fits: bool, why: str = "") -> None:
-        total = None if needed is None else needed + device.context_bytes
-        simulated.append(
-            {"change": change, "text": text, "how": how, "needed": total, "fits": fits, "why": why}
-        )
-
-    # If parameters and state alone do not fit, smaller activations do not help: only sharding does.
-    if rerun is not None and _lasting_bytes(recording) <= room:
-        for change in ("lean_head", "checkpoint", "micro_batch:2", "micro_batch:4"):
-            name, _, value = change.partition(":")
-            text = what_if.CHANGES[name] if not value else f"1/{value} of the micro-batch"
-            request = what_if.changed_request(recording.request, change)
-            if request is None:
-                continue
-            got = rerun(request)
-            why = _no_result(recording, got, change)
-            if why:
-                simulate(change, text, "rerun", None, False, why)
-                continue
-            memory = memory_of(got, device.memory_bytes, device.context_bytes, points=1)
-            simulate(change, text, "rerun", memory.reserved, memory.fits)
-            if memory.fits:
-                break
-    resized = [("bf16_state", "optimizer state in bf16")]
-    resized += [(f"zero1:{n}", f"optimizer state sharded over {n} ranks") for n in _SHARD_RANKS[:3]]
-    resized += [
+    changes = [("bf16_state", "optimizer state in bf16")]
+    changes += [(f"zero1:{n}", f"optimizer state sharded over {n} ranks") for n in _SHARD_RANKS[:3]]
+    changes += [
         (f"fsdp:{n}", f"parameters, gradients and state sharded over {n} ranks") for n in _SHARD_RANKS
     ]
-    for change, text in resized:
-        # A replay with other sizes is cheap: it selects the candidates that are worth another run.
+    replayed: list[Data] = []
+    for change, text in changes:
         got = what_if.resized_replay(recording, room, change)
-        fits, how, needed = got.failed is None and got.reserved <= room, "replay of sizes", got.reserved
+        fits = got.failed is None and got.reserved <= room
         if not fits and change != "bf16_state":
             continue
-        if fits and rerun is not None:
-            again = rerun(replace(recording.request, changes=(*recording.request.changes, change)))
-            why = _no_result(recording, again, change)
-            if why:
-                how = f"replay of sizes; rehearsed it stops: {why}"
-            else:
-                memory = memory_of(again, device.memory_bytes, device.context_bytes, points=1)
-                fits, how, needed = memory.fits, "rerun", memory.reserved
-        simulate(change, text, how, needed if fits else None, fits)
-        if fits and change.startswith(("fsdp", "zero1")):
+        needed = got.reserved + device.context_bytes if fits else None
+        replayed.append({"change": change, "text": text, "needed": needed, "fits": fits})
+        if fits and change != "bf16_state":
             break
-    return simulated
-
-
-def _lasting_bytes(recording: Recording) -> int:
-    """Return the bytes of parameters and optimizer state that are alive at the end of the last step."""
-    last = recording.steps[-1].last if recording.steps else None
-    gone = {e.storage for e in recording.events[:last] if isinstance(e, Free)}
-    lasting = ("parameter", "optimizer state")
-    return sum(
-        s.nbytes for s in recording.storages.values() if s.category in lasting and s.number not in gone
-    )
-
-
-def _no_result(before: Recording, after: Recording, change: str) -> str:
-    """Return why a rerun has no result; empty if it has one."""
-    if after.refused is not None:
-        return after.refused.reason
-    if not after.steps:
-        return "no step ended"
-    if change.startswith("micro_batch") and after.request.changes and after.peak_bytes == before.peak_bytes:
-        return "no batch size to change: neither a DataLoader nor a batch argument"
-    return ""
-
-
-def compared(recording: Recording, device: Device, changes: Sequence[str], rerun: Rerun) -> list[Data]:
-    """Return step time and memory for each change of the program, each from a new rehearsal."""
-    entries = []
-    for change in changes:
-        request = what_if.changed_request(recording.request, change)
-        if request is None:
-            continue
-        got = rerun(request)
-        timing = what_if.last_step(got, device)
-        text = what_if.CHANGES.get(change.partition(":")[0], change)
-        entry: Data = {"change": change, "text": text, "step_ms": None, "allocated": None, "why": ""}
-        entry["why"] = _no_result(recording, got, change)
-        if timing is not None and not entry["why"]:
-            entry["step_ms"], entry["allocated"] = timing.step_s * 1e3, got.peak_bytes
-        entries.append(entry)
-    return entries
+    return replayed
 
 
 # Text ------------------------------------------------------------------------------------------------
@@ -397,6 +349,8 @@ def compared(recording: Recording, device: Device, changes: Sequence[str], rerun
 def text(report: Data) -> str:
     """Return the report as at most 40 lines of text, the verdict first."""
     lines = [report["verdict"]]
+    if report["batches"]:
+        lines.append(f"  {report['batches']}")
     if any("compile" in note for note in report["notes"]) or (report["time"] or {}).get("compiled"):
         lines.append(_compiled_line(report))
     if report["refused"] is not None and report["time"] is not None:
@@ -498,7 +452,7 @@ def _phase_lines(iteration: Data | None) -> list[str]:
     if iteration["extrapolated_calls"]:
         lines[0] += (
             f"; {iteration['extrapolated_calls']:,} of {iteration['model_calls']:,} model calls without "
-            "gradients extrapolated from the others (--every-call runs them all)"
+            "gradients extrapolated from the others"
         )
     for entry in iteration["phases"]:
         flops = f", {entry['flops'] / 1e12:,.2f} TFLOP" if entry["flops"] else ""
@@ -528,10 +482,7 @@ def _what_if_lines(report: Data) -> list[str]:
             f"  no activation [..., {width}]: peak {gib(size)}"
             f" instead of {gib(report['memory']['allocated'])}"
         )
-    for entry in what.get("changes", []):
-        got = f"{ms(entry['step_ms'])}, peak {gib(entry['allocated'])}" if not entry["why"] else entry["why"]
-        lines.append(f"  {entry['text']}: {got}")
     for entry in report.get("to_fit", []):
-        got = f"{gib(entry['needed'])}" if entry["needed"] is not None else entry["why"] or "still too much"
-        lines.append(f"  to fit: {entry['text']}: {'fits, ' if entry['fits'] else ''}{got} ({entry['how']})")
+        got = f"fits, {gib(entry['needed'])}" if entry["fits"] else "still too much"
+        lines.append(f"  to fit: {entry['text']}: {got} (replay of sizes)")
     return lines

@@ -1,18 +1,16 @@
-"""The effect of one change: replays of a recording without syncs, fused or resized, and reruns with a change.
+"""The effect of one change: replays of a recording without syncs, fused or resized.
 
-A replay keeps the recording and changes the events that are played; it is cheap. A rerun changes the program
-(`CHANGES`) and simulates it again: another head, another optimizer, checkpointed blocks, a smaller batch.
+A replay keeps the recording and changes the events that are played.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from leanstep.rehearse.async_products import overlapped
-from leanstep.rehearse.cuda_allocator import Replay, place, replay
+from leanstep.rehearse.cuda_allocator import Replay, Settings, place, replay
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import (
     Alloc,
@@ -24,14 +22,13 @@ from leanstep.rehearse.events import (
     Launch,
     Recording,
     Region,
-    Request,
-    Stall,
     Step,
     Storage,
     StreamMark,
     StreamWait,
 )
-from leanstep.rehearse.time_model import Clock, HostCosts, Timing, element_bytes, time_steps
+from leanstep.rehearse.time_model import Clock, HostCosts, Timing, element_bytes, joined, time_steps
+from leanstep.script.marks import ROLLOUT, SCORING, spans
 
 # Kernels that a compiler merges into their neighbours.
 _MERGED = frozenset(
@@ -40,53 +37,130 @@ _MERGED = frozenset(
 # Calls that a compiler includes in its fused kernels, whatever kernel torch itself uses for them.
 _MERGED_CALLS = frozenset(("select_scatter", "slice_scatter", "cat", "constant_pad_nd"))
 Transform = Callable[[Sequence[Event]], Sequence[Event]]
+# Steps among which the median is taken: the last ones.
+_MOST_TIMED = 9
 
 
-def last_step(
+def timed_step(recording: Recording, device: Device) -> Step | None:
+    """Return the step whose update takes the median time; None without steps.
+
+    The first step, which also sets up the program, counts only if there is no other. Updates that search for
+    a batch that fits, or warm up a graph, precede the requested steps and do not count.
+    """
+    most = min(_MOST_TIMED, recording.request.steps)
+    steps = recording.steps[1:][-most:] or recording.steps
+    if len(steps) < 2:
+        return steps[-1] if steps else None
+    times = {step: update_seconds(recording, device, step=step) or 0.0 for step in steps}
+    return sorted(steps, key=lambda step: times[step])[(len(steps) - 1) // 2]
+
+
+def update_step(
     recording: Recording,
     device: Device,
     transform: Transform | None = None,
     costs: HostCosts | None = None,
     compiled: bool = True,
+    step: Step | None = None,
 ) -> Timing | None:
-    """Return the last step's time on `device`, after the previous step filled the queue; None without steps.
+    """Return the time of a step's update on `device`, after the previous step filled the queue.
+
+    Forwards without gradients are played but not counted (`aside_seconds`). None without steps.
 
     transform: changes the events of a step before they are played. compiled: regions that torch.compile
-    captured are fused; False plays their calls one by one.
+    captured are fused; False plays their calls one by one. step: the default is `timed_step`.
     """
-    played, ends = _last_steps(recording, transform, compiled)
-    if not played:
-        return None
-    return time_steps(played, ends, device, costs or HostCosts.of(recording.request.host_us))[-1]
+    timings = _timed_pieces(recording, device, transform, costs, compiled, step)
+    return joined([timing for is_update, timing in timings if is_update], device) if timings else None
 
 
-def last_step_seconds(recording: Recording, device: Device, transform: Transform) -> float | None:
-    """Return only `last_step(...).step_s`, at low cost: a long iteration is replayed once per change."""
-    played, ends = _last_steps(recording, transform)
-    if not played:
+def aside_seconds(recording: Recording, device: Device, step: Step) -> float:
+    """Return the seconds of a step's forwards without gradients: evaluation, scoring, rollouts."""
+    timings = _timed_pieces(recording, device, None, None, True, step)
+    return sum(timing.step_s for is_update, timing in timings if not is_update)
+
+
+def _timed_pieces(
+    recording: Recording,
+    device: Device,
+    transform: Transform | None,
+    costs: HostCosts | None,
+    compiled: bool,
+    step: Step | None,
+) -> list[tuple[bool, Timing]]:
+    step = step or timed_step(recording, device)
+    if step is None:
+        return []
+    played, pieces = _played(recording, step, transform, compiled)
+    ends = [end for _, end in pieces]
+    timings = time_steps(played, ends, device, costs or HostCosts.of(recording.request.host_us))
+    own = sum(is_update is not None for is_update, _ in pieces)
+    return [(bool(kind), timing) for (kind, _), timing in zip(pieces[-own:], timings[-own:], strict=True)]
+
+
+def update_seconds(
+    recording: Recording, device: Device, transform: Transform | None = None, step: Step | None = None
+) -> float | None:
+    """Return only `update_step(...).step_s`, at low cost: a long iteration is replayed once per change."""
+    step = step or timed_step(recording, device)
+    if step is None:
         return None
+    played, pieces = _played(recording, step, transform)
     clock = Clock(device, costs=HostCosts.of(recording.request.host_us))
-    began_at = ends[0] if len(ends) > 1 else 0
-    for event in played[:began_at]:
-        clock.play(event)
-    began = clock.now
-    for event in played[began_at:]:
-        clock.play(event)
-    return clock.now - began
+    at, seconds = 0, 0.0
+    for is_update, end in pieces:
+        began = clock.now
+        for event in played[at:end]:
+            clock.play(event)
+        seconds += clock.now - began if is_update else 0.0
+        at = end
+    return seconds
 
 
-def _last_steps(
-    recording: Recording, transform: Transform | None, compiled: bool = True
-) -> tuple[list[Event], list[int]]:
-    """Return the events of the last two steps that take time, and where each step ends."""
+def _played(
+    recording: Recording, step: Step, transform: Transform | None, compiled: bool = True
+) -> tuple[list[Event], list[tuple[bool | None, int]]]:
+    """Return the events of a step and of the one before it, and where each piece ends.
+
+    A piece is part of the update (True), or of the forwards without gradients (False); None marks the step
+    before, which fills the queue.
+    """
     played: list[Event] = []
-    ends = []
-    for step in recording.steps[-2:]:
-        part = step_events(recording, step, compiled)
-        part = transform(part) if transform is not None else part
-        played += [event for event in part if not isinstance(event, Alloc | Free)]
-        ends.append(len(played))
+    ends: list[tuple[bool | None, int]] = []
+    for before in recording.steps:
+        if before.number == step.number - 1:
+            for _, piece in pieces_of(recording, before):
+                part = step_events(recording, piece, compiled)
+                played += _with_time(transform(part) if transform is not None else part)
+            ends.append((None, len(played)))
+    for is_update, piece in pieces_of(recording, step):
+        part = step_events(recording, piece, compiled)
+        played += _with_time(transform(part) if transform is not None else part)
+        ends.append((is_update, len(played)))
     return played, ends
+
+
+def _with_time(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if not isinstance(event, Alloc | Free)]
+
+
+def pieces_of(recording: Recording, step: Step) -> list[tuple[bool, Step]]:
+    """Split a step into the parts that belong to its update (True) and its forwards without gradients."""
+    pieces: list[tuple[bool, Step]] = []
+    for phase, first, last in spans(recording.phases, step.first, step.last):
+        is_update = phase not in (ROLLOUT, SCORING)
+        if pieces and pieces[-1][0] == is_update:
+            first = pieces.pop()[1].first
+        pieces.append((is_update, Step(step.number, first, last)))
+    if not any(is_update for is_update, _ in pieces):  # a program that updates parameters by hand
+        return [(True, step)]
+    return pieces
+
+
+def update_events(recording: Recording, step: Step) -> list[Event]:
+    """Return the events of a step's update, captured regions fused."""
+    parts = [piece for is_update, piece in pieces_of(recording, step) if is_update]
+    return [event for piece in parts for event in step_events(recording, piece)]
 
 
 def step_events(recording: Recording, step: Step, compiled: bool = True) -> Sequence[Event]:
@@ -137,7 +211,7 @@ def fused(
 
     for index, event in enumerate(events):
         if not isinstance(event, Launch):
-            if isinstance(event, HostWait | Extrapolated | Stall | StreamMark | StreamWait):
+            if isinstance(event, HostWait | Extrapolated | StreamMark | StreamWait):
                 flush()
             out.append(event)
             continue
@@ -245,20 +319,20 @@ class SyncGain:
 
 
 def sync_gains(recording: Recording, device: Device, now: Timing | None, at_most: int = 8) -> list[SyncGain]:
-    """Return each line that waits in the last step, and the time saved if only that line no longer waits.
+    """Return each line that waits in the update, and the time saved if only that line no longer waits.
 
-    now: the last step without changes.
+    now: the step without changes.
     """
-    if now is None:
+    step = timed_step(recording, device)
+    if now is None or step is None:
         return []
-    step = recording.steps[-1]
     counts: Counter[tuple[str, str]] = Counter()
-    for event in recording.events[step.first : step.last]:
+    for event in update_events(recording, step):
         if isinstance(event, HostWait) and event.counts:
             counts[place(event.line), event.kind] += 1
     gains = []
     for (line, kind), count in counts.most_common(at_most):
-        then = last_step_seconds(recording, device, without_waits(line))
+        then = update_seconds(recording, device, without_waits(line), step)
         saved = (now.step_s - then) * 1e3 if then is not None else 0.0
         gains.append(SyncGain(line, kind, count, max(0.0, saved)))
     return sorted(gains, key=lambda gain: -gain.saved_ms)
@@ -283,43 +357,8 @@ def resized_replay(recording: Recording, capacity: int | None, change: str) -> R
             return -(-size // ranks)
         return size
 
-    got = replay(recording.events, recording.storages, capacity, resize)
+    settings = Settings.read(recording.allocator, recording.torch)
+    got = replay(recording.events, recording.storages, capacity, resize, settings)
     if name == "fsdp":  # the largest parameter and its gradient are gathered temporarily
         got = got._replace(allocated=got.allocated + 2 * largest, reserved=got.reserved + 2 * largest)
     return got
-
-
-# Reruns ----------------------------------------------------------------------------------------------
-
-# `answers/changes.py` applies these in the process of the rehearsal.
-CHANGES = {
-    "lean_head": "LM head and cross-entropy by leanstep.logprob (without full logits)",
-    "checkpoint": "activation checkpointing of the repeated blocks",
-    "micro_batch": "half the micro-batch",
-    "normuon": "NorMuon for the matrices",
-    "bf16_state": "optimizer state in bf16",
-    "zero1": "optimizer state sharded over ranks",
-    "fsdp": "parameters, gradients and state sharded over ranks",
-    "default_device": "tensors are created on the device unless the program names another",
-}
-_BATCH = re.compile(r"^(--?[\w-]*batch[\w-]*(?:=|$))(\d*)$")
-
-
-def changed_request(request: Request, change: str) -> Request | None:
-    """Return the request with one more change; None if the program does not allow it."""
-    name, _, value = change.partition(":")
-    if name != "micro_batch":
-        return replace(request, changes=(*request.changes, change))
-    divisor = int(value or 2)
-    args = list(request.args)
-    for i, arg in enumerate(args):
-        got = _BATCH.match(arg)
-        if got is None:
-            continue
-        if got.group(2):
-            args[i] = got.group(1) + str(max(1, int(got.group(2)) // divisor))
-            return replace(request, args=tuple(args))
-        if i + 1 < len(args) and args[i + 1].isdigit():
-            args[i + 1] = str(max(1, int(args[i + 1]) // divisor))
-            return replace(request, args=tuple(args))
-    return replace(request, changes=(*request.changes, f"micro_batch:{divisor}"))

@@ -54,26 +54,6 @@ def horizontal_bars(
     }
 
 
-def bench_time(result: dict[str, Any]) -> Figure:
-    """Return the median time of every row that ran, with its ratio to the reference."""
-    rows = [row for row in result["rows"] if row["available"] and row["median_s"]]
-    texts = [f"{units.seconds(r['median_s'])} · {units.ratio(r['time_ratio'])}" for r in rows]
-    return _rows_chart(rows, "median_s", texts, "time per step")
-
-
-def bench_memory(result: dict[str, Any]) -> Figure:
-    """Return the memory above inputs and results, where it was measured."""
-    rows = [row for row in result["rows"] if row["available"] and row["extra_bytes"] is not None]
-    texts = [units.size(r["extra_bytes"]) for r in rows]
-    return _rows_chart(rows, "extra_bytes", texts, "extra memory")
-
-
-def _rows_chart(rows: list[dict[str, Any]], field: str, texts: list[str], unit: str) -> Figure:
-    return horizontal_bars(
-        [r["impl"] for r in rows], [r[field] for r in rows], [KIND_ROLE[r["kind"]] for r in rows], texts, unit
-    )
-
-
 def before_after(before: float, after: float, texts: tuple[str, str], unit: str) -> Figure:
     """Return two bars on a linear axis: a large ratio shows as a thin bar beside a full one."""
     return horizontal_bars(
@@ -111,11 +91,6 @@ def shares(pairs: Sequence[tuple[str, float]], show: Show) -> Figure:
 
 def _roles(count: int) -> list[str]:
     return [_PART_ROLES[index % len(_PART_ROLES)] for index in range(count)]
-
-
-def ratio_place(ratio: float) -> float:
-    """Return the position of a ratio on a log scale: one half is 0 %, one is 50 %, two is 100 %."""
-    return round(min(max(50 + 50 * math.log2(ratio), 0.0), 100.0), 2)
 
 
 def thin(timeline: Timeline, points: int = MAX_POINTS) -> list[list[float]]:
@@ -256,88 +231,3 @@ def stacked_timeline(samples: Sequence[dict[str, Any]], capacity: float) -> Figu
 def _between(upper: str, lower: str) -> str:
     """Return the area between two stepped paths: SVG's even-odd fill excludes what is inside both."""
     return f"{upper}V100H0Z{lower}V100H0Z" if upper else ""
-
-
-def sweep(results: list[dict[str, Any]], key: str, field: str) -> Figure:
-    """Plot one line per implementation over the swept parameter."""
-    show = units.seconds if field == "median_s" else units.size
-    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for result in results:
-        value = swept_value(result["size"], key)
-        for row in result["rows"]:
-            # A logarithmic axis has no zero: a limit that needs no extra bytes has no line.
-            if value is not None and row["available"] and row[field]:
-                points.setdefault((row["impl"], row["kind"]), []).append((value, row[field]))
-    levels = [level for line in points.values() for _, level in line]
-    low, high = min(levels, default=1.0), max(levels, default=1.0)
-    values = sorted({value for line in points.values() for value, _ in line})
-    x = Axis(values[0], values[-1]) if values else Axis(0, 1)
-    y = Axis(low, high, log=True)
-    series = []
-    for (name, kind), line in points.items():
-        drawn = _with_dots(_line(name, KIND_ROLE[kind], x, y, sorted(line)), x, y, sorted(line), show)
-        series.append({**drawn, "dash": kind not in ("fast", "reference")})
-    return _lines(
-        series,
-        x_ticks=x.ticks(values, "{:g}".format),
-        y_ticks=y.ticks(_powers(low, high, show), show),
-        x_title=key.replace("_", " "),
-        height=240,
-    )
-
-
-def _with_dots(line: Figure, x: Axis, y: Axis, points: Points, show: Show) -> Figure:
-    dots = [
-        {"left": x.percent(a), "bottom": y.percent(b), "title": f"{line['name']} at {a:g}: {show(b)}"}
-        for a, b in points
-    ]
-    return {**line, "dots": dots}
-
-
-def capacity(rows: list[dict[str, Any]], devices: dict[str, int], *, x_title: str) -> Figure:
-    """Plot predicted peaks of several methods over a swept value against the capacity of devices.
-
-    `rows`: `{"method", "kind", "x", "peak_bytes"}`; `devices`: name -> bytes.
-    """
-    top = max([row["peak_bytes"] for row in rows] + list(devices.values()), default=1.0)
-    values = sorted({row["x"] for row in rows})
-    x = Axis(values[0], values[-1]) if values else Axis(0, 1)
-    y = Axis(0, 1.05 * top)
-    series = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        own = sorted((row for row in rows if row["method"] == method), key=lambda row: row["x"])
-        points = [(row["x"], row["peak_bytes"]) for row in own]
-        line = _line(method, KIND_ROLE[own[0]["kind"]], x, y, points)
-        series.append(_with_dots(line, x, y, points, units.size))
-    for name, num_bytes in devices.items():
-        line = _line(
-            f"{name}, {units.size(num_bytes)}", "bad", x, y, [(x.low, num_bytes), (x.high, num_bytes)]
-        )
-        series.append({**line, "dash": True})
-    return _lines(
-        series,
-        x_ticks=x.ticks(values, "{:g}".format),
-        y_ticks=_size_ticks(y, top),
-        x_title=x_title,
-        height=260,
-    )
-
-
-def swept_value(size_label: str, key: str) -> float | None:
-    """`cpu, response_frac=0.25` -> 0.25."""
-    for part in size_label.split(", ")[1:]:
-        name, equals, value = part.partition("=")
-        if equals and name == key:
-            try:
-                return float(value)
-            except ValueError:
-                return None
-    return None
-
-
-def _powers(low: float, high: float, show: Show) -> list[float]:
-    """Return about six round values on a logarithmic axis: powers of 4 for bytes, of 10 for seconds."""
-    base = 4.0 if show is units.size else 10.0
-    first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
-    step = max(1, math.ceil((last - first) / 6))
-    return [base**e for e in range(first, last + 1, step)]

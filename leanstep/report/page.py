@@ -1,8 +1,8 @@
 """One self-contained HTML page that several commands write into.
 
 The page contains its own data: a JSON block with every section's payload. Adding a section reads that block,
-merges the new payload and renders the page again, so `bench`, `prove`, `diagnose`, `rehearse` and `demo` can
-all write to the same file, in any order. Scripts and styles are inlined; nothing is fetched.
+merges the new payload and renders the page again, so `diagnose` and `demo` can write to the same file, in any
+order. Scripts and styles are inlined; nothing is fetched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from leanstep import units
 from leanstep.extras import require
 from leanstep.files import BadInput, finite, write_text
 from leanstep.report import sections
-from leanstep.report.tables import time_text
 
 FORMAT = 1
 TEMPLATES = Path(__file__).parent / "templates"
@@ -36,7 +35,7 @@ def check_installed() -> None:
 def add_section(path: str | Path, kind: str, payload: Data) -> None:
     """Add `payload` (the JSON contract of `leanstep KIND --json`) to the page at `path`, or create the page.
 
-    Existing sections stay; a new result of the same case, script or sweep replaces the old one. A file that
+    Existing sections stay; a new result of the same script replaces the old one. A file that
     is not a leanstep page is refused, never overwritten.
     """
     add_sections(path, {kind: payload})
@@ -101,7 +100,6 @@ def render(data: Data) -> str:
         "size": units.size,
         "ratio": units.ratio,
         "small": units.small,
-        "time_text": time_text,
         "json_block": json_block,
     }
     return environment.get_template("page.html.j2").render(

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from leanstep import units
-from leanstep.escape import code_for_markdown, for_markdown
 
 Data = dict[str, Any]
 # Rows that a terminal, a summary or a page shows; the JSON has all of them.
@@ -32,11 +31,6 @@ def _judged(title: str, table: Table, result: Data, below: Sequence[Text] = ()) 
     """Print a title, the rows, the notes and the verdict; a failing verdict is the command's last line."""
     verdict = [Text(result["verdict"], style="green")] if result["ok"] else []
     return Group(Text(title, style="bold"), table, *below, *_notes(result), *verdict)
-
-
-def _with_notes(lines: list[str], result: Data) -> str:
-    """Return lines of Markdown with the notes as a list below them."""
-    return "\n".join([*lines, *[f"- {for_markdown(note)}" for note in result["notes"]], ""])
 
 
 def pair_lines(result: Data) -> Group:
@@ -103,58 +97,23 @@ def _worst(rows: list[Data]) -> Data:
     return failed[0] if failed else max(rows, key=lambda row: row["error"] / max(row["bound"], 1e-300))
 
 
-def pair_markdown(result: Data) -> str:
-    """Return the same as Markdown for a pull request."""
-    mark = "✅" if result["ok"] else "❌"
-    title = code_for_markdown(f"leanstep prove {result['before']} {result['after']}")
-    lines = [f"### {mark} {title}", "", for_markdown(result["verdict"]), ""]
-    lines += ["| step | loss before | loss after | checks | first or closest | error | bound |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for step, rows in _by_step(result["rows"]).items():
-        worst = _worst(rows)
-        losses = [result["losses"].get(name, []) for name in ("before", "after")]
-        shown = [f"{of[step - 1]:.6f}" if len(of) >= step else "-" for of in losses]
-        what = f"{worst['what']} {worst['parameter']}".strip()
-        passed = f"{sum(row['ok'] for row in rows)}/{len(rows)}"
-        cells = [
-            *shown,
-            passed,
-            code_for_markdown(what),
-            units.small(worst["error"]),
-            units.small(worst["bound"]),
-        ]
-        lines.append(f"| {step} | " + " | ".join(cells) + " |")
-    if result.get("drift"):
-        lines += ["", for_markdown(drift_sentence(result["drift"])), ""]
-    return _with_notes(lines, result)
-
-
-def page_section(result: Data) -> Data:
-    """Return a payload for the page: the verdict, then the rows, failing ones first."""
-    rows = sorted(result.get("rows", []), key=lambda row: row.get("ok", True))[:ON_PAGE]
-    plain = {
-        key: value
-        for key, value in result.items()
-        if not isinstance(value, (dict, list)) and value is not None
-    }
-    losses = result.get("losses") or {}
-    table = [
-        {
-            "step": number,
-            **{name: values[number - 1] for name, values in losses.items() if len(values) >= number},
-        }
-        for number in range(1, max((len(v) for v in losses.values()), default=0) + 1)
-    ]
-    section = {**plain, "notes": "; ".join(result.get("notes", [])) or "none"}
-    if table:
-        section["losses"] = table
-    if rows:
-        section["checks"] = rows
-    return section
+def functions_lines(result: Data) -> Group:
+    """`prove FILE.py:before FILE.py:after` for the terminal: one row per output and gradient."""
+    table = _table()
+    for name in ("", "largest error", "before", "bound", "draws"):
+        table.add_column(name, justify="left" if not name else "right")
+    for what in dict.fromkeys(row["what"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["what"] == what]
+        judged = [row for row in rows if row["sure"] or not row["ok"]]
+        worst = _worst(judged) if judged else rows[0]
+        cells = [units.small(worst[key]) if judged else "-" for key in ("error", "reference_error", "bound")]
+        failed = sum(not row["ok"] for row in rows)
+        table.add_row(what, *cells, f"{len(judged) - failed}/{len(judged)}", style="red" if failed else None)
+    return _judged(f"{result['before']}  →  {result['after']}", table, result)
 
 
 def cuts_lines(result: Data) -> Group:
-    """`prove train.py --same ... --same ...` for the terminal."""
+    """`prove train.py --args ... --args ...` for the terminal."""
     table = _table()
     for name in ("split", "ranks", "backward calls", "distance", "result"):
         table.add_column(name, justify="right" if name in ("ranks", "backward calls", "distance") else "left")
@@ -169,19 +128,6 @@ def cuts_lines(result: Data) -> Group:
         )
     against = f"  against {result['rows'][0]['against']}, in fp64" if result["rows"] else ""
     return _judged(f"{result['script']}{against}", table, result)
-
-
-def cuts_markdown(result: Data) -> str:
-    """Return the same as Markdown for a pull request."""
-    mark = "✅" if result["ok"] else "❌"
-    title = code_for_markdown(f"leanstep prove {result['script']} --same")
-    lines = [f"### {mark} {title}", "", for_markdown(result["verdict"]), ""]
-    lines += ["| split | ranks | distance | result |", "|---|---|---|---|"]
-    for row in result["rows"]:
-        sentence = for_markdown(row["sentence"])
-        cells = (code_for_markdown(row["cut"]), str(row["ranks"]), units.small(row["distance"]), sentence)
-        lines.append("| " + " | ".join(cells) + " |")
-    return _with_notes(lines, result)
 
 
 _COLUMNS = ("script", "median", "p20–p80", "steps", "peak", "host reads", "ops")
@@ -220,15 +166,6 @@ def bench_lines(result: Data) -> Group:
     return Group(table, *_notes(result), Text(_gain(result), style=style))
 
 
-def bench_markdown(result: Data) -> str:
-    """Return the same as Markdown for a pull request."""
-    title = code_for_markdown(f"leanstep bench {result['before']} {result['after']}")
-    lines = [f"### {title}", "", for_markdown(_gain(result)), ""]
-    lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
-    lines += ["| " + " | ".join(map(for_markdown, _cells(row))) + " |" for row in result["rows"]]
-    return _with_notes(lines, result)
-
-
 def invariance_lines(result: Data) -> Group:
     """`prove train.py --invariant` for the terminal: one line per variant that changes bits."""
     table = _table()
@@ -240,17 +177,3 @@ def invariance_lines(result: Data) -> Group:
         table.add_row(row["variant"], place, row["op"], shapes, units.small(row["difference"]), row["kind"])
         table.add_row("", Text(f"    {row['code']}", style="dim"))
     return _judged(f"{result['script']}: {result['ops']} ops, {result['variants']} variants", table, result)
-
-
-def invariance_markdown(result: Data) -> str:
-    """Return the same as Markdown for a pull request."""
-    mark = "✅" if result["ok"] else "❌"
-    title = code_for_markdown(f"leanstep prove {result['script']} --invariant")
-    lines = [f"### {mark} {title}", "", for_markdown(result["verdict"]), ""]
-    lines += ["| the row is | line | op | difference |", "|---|---|---|---|"]
-    for row in result["rows"]:
-        where = code_for_markdown(f"{row['file']}:{row['line']}")
-        place = f"{where} {code_for_markdown(row['code'])}"
-        cells = (for_markdown(row["variant"]), place, for_markdown(row["op"]), units.small(row["difference"]))
-        lines.append("| " + " | ".join(cells) + " |")
-    return _with_notes(lines, result)

@@ -1,8 +1,8 @@
-"""Child processes and temporary folders that never outlive this process.
+"""Child processes and temporary folders that end with this process.
 
-Every command that runs a script in another process starts it here. Each child leads its own session. When it
-ends, processes that it left running are killed too. When this process ends for any reason (SIGTERM, SIGHUP,
-SIGKILL, a crash), `guard` kills the children with everything they started and removes the folders.
+Every command that runs a script in another process starts it here. Each child leads its own session, so that
+its process group can be killed with what it started. On Linux a child also ends if this process is killed by
+SIGKILL; folders, and processes that the script started, may then remain.
 
 A child is forked if the caller asks for it: torch is already imported, which saves seconds. Otherwise, and if
 this process uses a GPU, a new interpreter is started.
@@ -10,17 +10,15 @@ this process uses a GPU, a new interpreter is started.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import ctypes
 import importlib
 import os
 import pickle
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,112 +29,71 @@ from pickle import dumps
 from typing import Any
 
 from leanstep.files import BadInput
-from leanstep.script import guard
 
-# A script may replace these module attributes, so the original functions are saved here.
+# `leave` and `dumps` are imported by name: a script may replace the attributes of their modules.
 
 # Ranks that wait for one that failed are killed after this many seconds; so is a script that ignores Ctrl-C.
 GRACE_S = 20.0
+# Seconds for what a script leaves running: Python's resource tracker removes shared memory and semaphores.
+PATIENCE_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
-class _Guard:
-    """The guard process. It starts with the first child or folder and holds the same list as this process."""
+class Ended(SystemExit):
+    """SIGTERM or SIGHUP came: `with` and `finally` blocks end the children and remove the folders."""
 
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self.lock = threading.Lock()
-        self.listed: dict[str, None] = {}
-
-    def add(self, kind: str, value: object) -> None:
-        with self.lock:
-            entry = f"{kind} {value}"
-            self.listed[entry] = None
-            if self.process is None or self.process.poll() is not None or not self._write("+", entry):
-                self._start()
-
-    def drop(self, kind: str, value: object) -> None:
-        with self.lock:
-            entry = f"{kind} {value}"
-            self.listed.pop(entry, None)
-            self._write("-", entry)
-
-    def _start(self) -> None:
-        command = [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve())]
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
-        silent = subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True, cwd=os.sep
-        )
-        atexit.register(self.close)
-        for entry in self.listed:
-            self._write("+", entry)
-
-    def _write(self, sign: str, entry: str) -> bool:
-        if self.process is None or self.process.stdin is None:
-            return False
-        try:
-            os.write(self.process.stdin.fileno(), os.fsencode(f"{sign}{entry}\n"))
-        except OSError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Close the pipe at the end of this process, so that the guard cleans up."""
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
-            self.process.wait()
-        self.process = None
-
-    def forget(self) -> None:
-        """Close a fork's copy of the pipe, which would keep the guard waiting."""
-        atexit.unregister(self.close)
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
-            # Not a child of this process, so nothing here waits for it.
-            self.process.returncode = 0
-        self.process = None
-        self._reset()
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
 
 
-_guard = _Guard()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_guard.forget)
+# Signals that came to this process as exceptions.
+received: list[int] = []
+
+
+def raise_lost_signal() -> None:
+    """Raise a signal's exception again, for a loop that would go on: Python drops it in a callback."""
+    if received:
+        raise KeyboardInterrupt if received[-1] == signal.SIGINT else Ended(received[-1])
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent, with this pid, ends. Does nothing except on Linux.
+
+    Every process that leanstep starts calls this first, because a fork clears the setting.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # It may have ended before the call.
+        if os.getppid() != parent:
+            leave(1)
 
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str = "leanstep-") -> Iterator[Path]:
-    """Create a folder that is removed at the end of the block, or of this process if that comes first."""
+    """Create a folder that is removed at the end of the block."""
     try:
-        folder = tempfile.mkdtemp(prefix=prefix)
+        folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
     except OSError as error:
         place = os.environ.get("TMPDIR") or os.environ.get("TEMP") or "the folder for temporary files"
         raise BadInput(f"TMPDIR: cannot make a folder in {place}: {error.strerror or error}") from None
-    _guard.add("folder", folder)
     try:
-        yield Path(folder)
+        yield Path(folder.name)
     finally:
-        guard.remove(folder)
-        _guard.drop("folder", folder)
+        try:
+            folder.cleanup()
+        finally:
+            # Once more if a signal interrupted the first call.
+            folder.cleanup()
 
 
 @dataclass
 class Child:
-    """A process that was forked (`pid`) or newly started (`popen`). `code`: its exit code once it has ended.
-
-    `mark`: the value of `guard.MARK` in its environment.
-    """
+    """A process that was forked (`pid`) or newly started (`popen`). `code`: its exit code after its end."""
 
     pid: int
-    mark: str
     popen: subprocess.Popen[Any] | None = None
     code: int | None = None
-
-    def __post_init__(self) -> None:
-        _guard.add("process", f"{self.pid} {self.mark}")
 
     def poll(self) -> int | None:
         if self.code is None:
@@ -147,9 +104,7 @@ class Child:
                 if done:
                     self.code = os.waitstatus_to_exitcode(status)
             if self.code is not None:
-                # Processes that it started and left running.
-                guard.end(self.pid, self.mark)
-                _guard.drop("process", f"{self.pid} {self.mark}")
+                _end_group(self.pid)
         return self.code
 
     def interrupt(self) -> None:
@@ -160,19 +115,26 @@ class Child:
 
     def kill(self) -> None:
         if self.poll() is None:
-            if hasattr(os, "setsid"):
-                guard.end(self.pid, self.mark)
-            elif self.popen is not None:
-                self.popen.kill()
+            os.kill(self.pid, signal.SIGKILL)
             while self.poll() is None:
                 time.sleep(0.01)
 
 
+def _end_group(leader: int) -> None:
+    """End the processes that a child started and left running."""
+    with contextlib.suppress(OSError):
+        os.killpg(leader, signal.SIGTERM)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            os.killpg(leader, 0)
+            time.sleep(0.01)
+        os.killpg(leader, signal.SIGKILL)
+
+
 def start_program(command: Sequence[str], env: Mapping[str, str], **options: Any) -> Child:
-    """Start another program. `options` are those of `subprocess.Popen`."""
-    mark = secrets.token_hex(8)
-    process = subprocess.Popen(command, env={**env, guard.MARK: mark}, start_new_session=True, **options)
-    return Child(process.pid, mark, process)
+    """Start another program, which must call `end_with`. `options` are those of `subprocess.Popen`."""
+    process = subprocess.Popen(command, env=env, start_new_session=True, **options)
+    return Child(process.pid, process)
 
 
 def start(
@@ -182,11 +144,12 @@ def start(
 
     descriptors: files that stay open in the child, under the same numbers.
     """
-    if fork and hasattr(os, "fork") and not _uses_cuda():
+    if fork and not _uses_cuda():
         return _fork(function, args)
     payload = dumps((function, args)).hex()
+    program = f"from leanstep.script.children import end_with; end_with({os.getpid()}); "
+    program += "import os, pickle, sys; f, a = pickle.loads(bytes.fromhex(sys.argv[1])); f(*a)"
     # Without clean-up: objects of a rank's script could block forever (see run_script).
-    program = "import os, pickle, sys; f, a = pickle.loads(bytes.fromhex(sys.argv[1])); f(*a)"
     program += "; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
     # Not the working directory of `python -c`: Python puts the script's own folder first.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -207,30 +170,27 @@ def _fork(function: Callable[..., None], args: tuple[Any, ...]) -> Child:
     sys.stdout.flush()
     sys.stderr.flush()
     cpu.end_idle_threads()
-    with warnings.catch_warnings():
-        # Python warns where there are other threads; they take no locks that the child needs.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mark = secrets.token_hex(8)
-        pid = os.fork()
+    parent = os.getpid()
+    # Python drops exceptions of the callbacks that it runs around a fork: signals wait until afterwards.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        with warnings.catch_warnings():
+            # Python warns where there are other threads; they take no locks that the child needs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if pid:
-        return Child(pid, mark)
+        return Child(pid)
     code = 1
     try:
+        end_with(parent)
         os.setsid()
-        os.environ[guard.MARK] = mark
-        _default_signals()
         function(*args)
         code = 0
     finally:
         # The child must not run the parent's exit handlers.
         leave(code)
-
-
-def _default_signals() -> None:
-    """Restore Python's default handlers for SIGTERM and SIGHUP instead of the parent's."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -247,6 +207,8 @@ def wait_all(children: Sequence[Child], limit_s: float | None = None) -> None:
     """Wait for all. After a failure or the time limit the others get a grace period and are then killed."""
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while any(child.poll() is None for child in children):
+        if limit_s is None:
+            raise_lost_signal()
         if deadline is None and any(child.poll() not in (None, 0) for child in children):
             deadline = time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:

@@ -49,6 +49,12 @@ _TRANSFORMS = (
 )
 
 
+# What pip installs as the command: its frames are below everything that it runs.
+_LAUNCHERS = ("leanstep", "leanstep.exe", "leanstep-script.py")
+# Files that run as `__main__` by `-m`: the user's, also where they are installed.
+_PROGRAMS: set[str] = set()
+
+
 class Line(NamedTuple):
     """One line of one file. `number` 0: no line; `file` then says what it is.
 
@@ -295,13 +301,20 @@ def judge_code(file: str, function: str) -> int:
         return IN_TRANSFORM if inner in _TRANSFORMS else 0
     if file.startswith(LEANSTEP_FOLDER):
         return 0 if file.startswith(_WATCHING) else IN_LEANSTEP
-    if file.endswith(_WRAPPERS) or _TRITON in file:
+    if file in _PROGRAMS:
+        return USER
+    if file.endswith(_WRAPPERS) or _TRITON in file or Path(file).name in _LAUNCHERS:
         return 0
     if any(part in file for part in _INSTALLED):
         return LIBRARY
     if file.startswith("<") or file.startswith(_STDLIB):
         return 0
     return USER
+
+
+def is_program(file: str) -> None:
+    """From now on the lines of this file are the user's, although it belongs to an installed package."""
+    _PROGRAMS.add(file)
 
 
 def nearest_line(frames: Iterable[tuple[str, int, str]], kinds: int = USER | LIBRARY) -> Line | None:

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from leanstep.script.hooks import frame_key, in_engine, replace_function, running_frames
@@ -46,6 +47,9 @@ class PhaseListener:
 
     def rollout_begins(self) -> None:
         """A rollout begins, or an earlier call turns out to be one."""
+
+    def model_called(self, module: torch.nn.Module) -> None:
+        """A module with parameters is called, from outside any module."""
 
     def call_begins(self, module: torch.nn.Module) -> None:
         """A module is called without gradients, and not from another module."""
@@ -89,6 +93,8 @@ class PhaseMarker:
         self._interrupted = OTHER
         self._generating = False
         self._watched: set[str] = set()
+        # Reentrant checkpoints that are running: their forward has no gradients but belongs to the update.
+        self._checkpoints = 0
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -102,6 +108,7 @@ class PhaseMarker:
             self._replace(getattr(torch.distributions, name), "sample", self._sample)
         for block in (torch.no_grad, torch.inference_mode):
             self._replace(block, "__exit__", self._leave_block)
+        self._replace(torch.utils.checkpoint.CheckpointFunction, "apply", self._checkpoint)
         self.watch_generate()
         return self
 
@@ -123,8 +130,20 @@ class PhaseMarker:
 
     # What the program does
 
+    def _checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not in_engine():
+            self.update_begins()
+        self._checkpoints += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._checkpoints -= 1
+
     def _module_call(self, original: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not in_engine() and next(module.parameters(), None) is not None:
+            self._listener.model_called(module)
+            if self._checkpoints:
+                return original(module, *args, **kwargs)
             if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
                 self.update_begins()
             else:
@@ -211,6 +230,8 @@ class PhaseMarker:
 
     def _leave_block(self, original: Any, block: Any, *details: Any) -> Any:
         result = original(block, *details)
+        if self._checkpoints:
+            return result
         self._listener.block_ends()
         if not self._generating:
             self._resume()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import importlib.util
 import linecache
 import os
 import runpy
@@ -24,7 +25,15 @@ from typing import Any
 
 from leanstep.escape import printable
 from leanstep.files import BadInput
-from leanstep.script.lines import LEANSTEP_FOLDER, TORCH_FOLDER, USER, nearest_line, traceback_frames
+from leanstep.script.children import Ended
+from leanstep.script.lines import (
+    LEANSTEP_FOLDER,
+    TORCH_FOLDER,
+    USER,
+    is_program,
+    nearest_line,
+    traceback_frames,
+)
 
 # torch files through which a mode forwards an op; without the mode their frames are not on the stack.
 _PASSED_ON = (f"{TORCH_FOLDER}_ops.py", f"{TORCH_FOLDER}overrides.py")
@@ -84,6 +93,7 @@ class Program:
         left: object = None
         try:
             if self.module:
+                is_program(self._module_file())
                 left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             elif self.file.suffix in (".pyc", ".pyz", ".zip"):
                 left = runpy.run_path(self.name, run_name="__main__")
@@ -96,6 +106,15 @@ class Program:
             if os.environ.get("WORLD_SIZE", "1") != "1":
                 _LEFT.append(left)
         return left
+
+    def _module_file(self) -> str:
+        """Return the file that `python -m` runs; empty if there is none, which runpy explains."""
+        with contextlib.suppress(ImportError, ValueError, AttributeError):
+            spec = importlib.util.find_spec(self.name)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{self.name}.__main__")
+            return spec.origin or "" if spec is not None else ""
+        return ""
 
     @property
     def file(self) -> Path:
@@ -233,6 +252,8 @@ def _run(program: Program, argv: Sequence[str], context: AbstractContextManager[
         del variables
     except Stop:
         return Outcome(stopped=True)
+    except Ended:
+        raise
     except SystemExit as error:
         return Outcome(_exit_code(error))
     except _Left as left:

@@ -271,8 +271,8 @@ class _HandWrittenUpdates:
 
     def note_backward(self, optimizers: Iterable[Optimizer], outputs: Any, inputs: Any) -> None:
         """A backward has ended. `inputs`: what autograd.grad was asked about; None after backward()."""
-        if not self._active:
-            return
+        if not self._active or len(list(optimizers)):
+            return  # cleared gradients of a script with an optimizer are accumulated elsewhere (main_grad)
         if inputs is not None:
             leaves = _leaves_of(inputs)
         else:

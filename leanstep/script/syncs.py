@@ -6,6 +6,7 @@ step can be checked before it runs on a GPU.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -121,6 +122,29 @@ def op_read(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None
     if name == "aten::copy_":
         return "cpu" if isinstance(args[1], Tensor) and _leaves_device(args[1], args[0].device) else None
     return None
+
+
+@functools.cache
+def _is_whole(func: Any) -> bool:
+    """Return whether the op is defined by other ops alone."""
+    name = func.name() if isinstance(func, torch._ops.OpOverload) else ""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # `prim::device` of a tensor subclass is in no dispatch table: asking for its kernels would raise.
+    if not name.startswith("aten::"):
+        return False
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
+def run_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op that consists of others with `mode` active for each of them; NotImplemented for other ops.
+
+    Autograd splits such ops before a mode sees them. Under inference mode, and with tensors made there, they
+    arrive whole: `aten::item` with its read inside, `aten::linear` with its product.
+    """
+    if not _is_whole(func):
+        return NotImplemented
+    with mode:
+        return func.decompose(*args, **(kwargs or {}))
 
 
 def is_masked_fill(args: Sequence[Any]) -> bool:
@@ -242,6 +266,9 @@ class _OpReads(TorchDispatchMode):
         self.reads, self.copies = reads, copies
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = run_parts(self, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         name = func._schema.name
         if is_candidate(name):
             kind = op_read(name, args, kwargs)

@@ -97,7 +97,6 @@ def test_pages_open_without_errors_and_load_nothing_from_elsewhere(visit, addres
         "published/",
         "api/logprob/",
         "gallery/",
-        "gallery/bench.html",
         "sft/",
     ):
         driver = visit(page)
@@ -121,8 +120,3 @@ def test_the_search_finds_a_rule(visit):
         ]
     )
     assert any("rules/dead-rows" in link for link in links), links
-
-
-def test_the_architecture_page_has_the_module_map_and_a_diagram(site: Path):
-    text = (site / "architecture" / "index.html").read_text(encoding="utf-8")
-    assert 'class="mermaid"' in text and "tile_loop" in text

@@ -23,13 +23,13 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_rules_lists_every_rule(capsys):
-    assert run(["rules"]) == 0
+    assert run(["diagnose", "--explain", "all"]) == 0
     listed = re.findall(r"^([a-z0-9-]+)  ", capsys.readouterr().out, re.MULTILINE)
     assert set(RULES) <= set(listed)
 
 
 def test_rules_as_json(capsys):
-    assert run(["rules", "--json", "-"]) == 0
+    assert run(["diagnose", "--explain", "all", "--json", "-"]) == 0
     entries = json.loads(capsys.readouterr().out)["rules"]
     assert [entry["rule"] for entry in entries] == list(RULES)
     (one,) = [entry for entry in entries if entry["rule"] == "op-storm"]
@@ -37,21 +37,22 @@ def test_rules_as_json(capsys):
 
 
 def test_one_rule_in_full_and_an_unknown_one(capsys):
-    assert run(["rules", "dead-rows"]) == 0
+    assert run(["diagnose", "--explain", "dead-rows"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert RULES["dead-rows"].fix in shown.replace("`", "") and "# leanstep: ignore[dead-rows]" in shown
-    assert run(["diagnose", "--explain", "dead-rows"]) == 0
-    assert " ".join(capsys.readouterr().out.split()) == shown
-    assert run(["rules", "dead-row"]) == 2
-    assert "RULE: no rule 'dead-row'" in capsys.readouterr().err
+    assert run(["diagnose", "--explain", "dead-row"]) == 2
+    assert (
+        "--explain: expected all, a rule or the number of an entry, got 'dead-row'" in capsys.readouterr().err
+    )
 
 
 def test_explain_refuses_what_is_neither_entry_nor_rule(tmp_path: Path, capsys):
     script = tmp_path / "train.py"
     script.write_text("", encoding="utf-8")
     for text, message in (
-        ("0", "expected the number of an entry or a rule"),
-        ("dead-rows", "without a script"),
+        ("0", "expected all, a rule or the number of an entry, got '0'"),
+        ("dead-rows", "dead-rows needs no script"),
+        ("all", "all needs no script"),
     ):
         assert run(["diagnose", str(script), "--explain", text]) == 2
         assert message in capsys.readouterr().err
@@ -77,7 +78,7 @@ def test_version_names_torch_and_the_device(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [("dia", {"diagnose"}), ("r", {"rehearse", "rules"}), ("", set(COMMANDS))]
+    ("words", "expected"), [("dia", {"diagnose"}), ("r", {"rehearse"}), ("", set(COMMANDS))]
 )
 def test_the_shell_completes_commands(words: str, expected: set[str]):
     variables = {"_LEANSTEP_COMPLETE": "complete_bash", "COMP_WORDS": f"leanstep {words}", "COMP_CWORD": "1"}

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from leanstep import cli
+from leanstep.commands import terminal
 from leanstep.diagnose.outputs.screen import SCHEMA_FILE
 
 STEPS = Path(__file__).parents[1] / "diagnose" / "steps"
@@ -92,7 +93,7 @@ def test_every_output_validates(name: str) -> None:
 
 
 def test_dash_puts_nothing_but_json_on_standard_output(reads: str, capsys) -> None:
-    assert run(reads, "--json", "-", "--run-on") == 0
+    assert run(reads, "--json", "-", "--steps", "9") == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["findings"]
     assert "done" in captured.err
@@ -136,7 +137,6 @@ def test_explain_shows_the_source_and_five_facts(reads: str, capsys) -> None:
     [
         (("missing.py",), "no such file"),
         (("train.py", "--fail-on", "host-synk"), "unknown rule 'host-synk'"),
-        (("train.py", "--threshold", "op-storm.size=1"), "op-storm has no 'size'"),
         (("train.py", "--baseline", "none.json"), "no such file: none.json"),
         (("train.py", "--write-baseline"), "expected --baseline"),
         (("train.py", "--json", "nowhere/out.json"), "nowhere"),
@@ -154,7 +154,6 @@ def test_gate(reads: str) -> None:
     assert run(reads, "--fail-on", "host-sync,dead-rows") == 1
     assert run(reads, "--fail-on", "any") == 1
     assert run(reads, "--fail-on", "dead-rows") == 0
-    assert run(reads, "--fail-on", "host-sync", "--threshold", "host-sync.reads=5") == 0
 
 
 def test_gate_without_a_step_is_bad_input(capsys) -> None:
@@ -183,7 +182,7 @@ def test_the_report_survives_what_a_script_does_to_its_streams(closing: str) -> 
         READS.replace("import sys\n", "import os, sys\n").replace('print("done", sys.argv[1:])', closing),
         encoding="utf-8",
     )
-    done = _leanstep("diagnose", "train.py", "--run-on")
+    done = _leanstep("diagnose", "train.py", "--steps", "9")
     assert done.returncode == 0
     assert "4 reads" in done.stdout
     assert "Traceback" not in done.stderr
@@ -199,9 +198,12 @@ def test_own_frames_are_known_through_a_link(tmp_path) -> None:
     """A package that is imported by way of a link is no part of the user's code."""
     (tmp_path / "link").symlink_to(Path(cli.__file__).parents[1])
     (tmp_path / "train.py").write_text(READS.replace('print("done"', 'loss @ loss, print("done"'))
-    done = _leanstep("diagnose", "train.py", "--json", "out.json", "--run-on", root=tmp_path / "link")
+    done = _leanstep("diagnose", "train.py", "--json", "out.json", "--steps", "9", root=tmp_path / "link")
     plain = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, plain.stderr)
+    # On a busy machine there are progress lines before.
+    lines = done.stderr.splitlines(keepends=True)
+    errors = "".join(line for line in lines if not line.startswith("diagnose: no step"))
+    assert (done.returncode, errors) == (1, plain.stderr)
     assert [f["file"] for f in validated("out.json")["findings"]] == ["train.py"]
 
 
@@ -231,6 +233,10 @@ def test_a_comment_switches_a_rule_off_on_its_line(reads: str, capsys) -> None:
         READS.replace("range(4))\n", "range(4))  # leanstep: ignore[op-storm]\n"), encoding="utf-8"
     )
     assert run(reads, "--fail-on", "any") == 1
+    # Characters of a string are no comment, on one line or on several.
+    for text in ('; "# leanstep: ignore[host-sync]"\n', '; """\n# leanstep: ignore[host-sync]"""\n'):
+        Path(reads).write_text(READS.replace("range(4))\n", f"range(4)){text}"), encoding="utf-8")
+        assert run(reads, "--fail-on", "any") == 1
 
 
 def test_annotations_are_escaped(capsys) -> None:
@@ -315,7 +321,7 @@ def test_ctrl_c_from_outside() -> None:
     )
     root = str(Path(cli.__file__).parents[1])
     process = subprocess.Popen(
-        [sys.executable, "-m", "leanstep", "diagnose", "slow.py", "--run-on"],
+        [sys.executable, "-m", "leanstep", "diagnose", "slow.py", "--steps", "10000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root},
         # A background shell ignores Ctrl-C and its children inherit that: start from the default.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -346,7 +352,7 @@ def test_a_module_runs_as_python_m_does(capsys) -> None:
     Path("pack/train.py").write_text(
         READS.replace("import sys\n", "import sys\nfrom . import __name__ as n\n")
     )
-    assert run("-m", "pack.train", "--run-on", "--json", "out.json", "--", "--lr", "3") == 0
+    assert run("-m", "pack.train", "--steps", "9", "--json", "out.json", "--", "--lr", "3") == 0
     assert "done ['--lr', '3']" in capsys.readouterr().out
     report = validated("out.json")
     assert [(f["file"], f["count"]) for f in report["findings"]] == [("pack/train.py", 4)]
@@ -355,10 +361,74 @@ def test_a_module_runs_as_python_m_does(capsys) -> None:
     assert "-m package.module" in capsys.readouterr().err
 
 
-def test_a_crash_before_the_first_step_is_said(capsys) -> None:
-    Path("crash.py").write_text("import torch\nimport nothing_of_that_name\n")
-    assert run("crash.py") == 1
-    assert "the script raised ModuleNotFoundError during its first step" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        (
+            "import torch\nimport nothing_of_that_name\n",
+            1,
+            "raised ModuleNotFoundError before its first step",
+        ),
+        ("if\n", 1, "raised SyntaxError before its first step"),
+        ("raise SystemExit(2)\n", 2, "exited with code 2 before its first step"),
+        ("print(1)\n", 0, None),
+        (
+            READS.replace("    loss = ", "    {}['data_path']\n    loss = "),
+            1,
+            "KeyError before its first step",
+        ),
+        (
+            READS.replace("    loss.back", "    {}['weight']\n    loss.back"),
+            1,
+            "KeyError during its first step",
+        ),
+        (READS.replace("range(5)", "range(1)"), 0, None),
+        (READS.replace("range(5)", "range(1)") + "exit(3)\n", 3, "exited with code 3 during warm-up"),
+    ],
+)
+def test_where_a_script_without_a_recorded_step_ended_is_said(text, code, said, capsys) -> None:
+    Path("crash.py").write_text(text)
+    assert run("crash.py") == code
+    printed = capsys.readouterr().out
+    assert said is None or f"No step was recorded: the script {said}"[-len(said) :] in printed, printed
+    assert (said is None) == ("No step was recorded" not in printed) or "warm-up" in printed
+
+
+@pytest.mark.parametrize("made", ["optimizer = ", "optimizer = None and "])
+def test_a_script_that_never_steps_shows_its_place_and_what_was_seen(made: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(terminal, "PLAIN_LINE_S", 0.01)
+    Path("train.py").write_text(
+        READS.replace("optimizer = ", made)
+        .replace("range(5)", "range(1000)")
+        .replace("    optimizer.step()", "    if number == 200: time.sleep(0.1); signal.raise_signal(2)")
+        .replace("    optimizer.zero_grad()", "")
+        .replace("import sys", "import sys, time, signal"),
+        encoding="utf-8",
+    )
+    assert run("train.py") == 130
+    out, err = capsys.readouterr()
+    assert re.search(r"^diagnose: no step yet, at train.py:\d+; Ctrl-C shows what was seen, 0 s$", err, re.M)
+    assert "No optimizer step was seen" in out and re.search(r"host-sync +train.py:9 +\d{3} reads", out)
+
+
+def test_a_module_of_an_installed_package_is_the_users_program(tmp_path, monkeypatch) -> None:
+    """Its lines are named, not those of the installed command that runs it."""
+    package = tmp_path / "site-packages" / "installed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(READS)
+    (tmp_path / "bin").mkdir()
+    launcher = tmp_path / "bin" / "leanstep"
+    launcher.write_text("from leanstep.cli import main\nmain()\n")
+    root = str(Path(cli.__file__).parents[1])
+    path = os.pathsep.join([str(package.parent), root])
+    subprocess.run(
+        [sys.executable, launcher, "diagnose", "-m", "installed.train", "--json", "out.json"],
+        check=True, capture_output=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    (finding,) = validated("out.json")["findings"]
+    assert (finding["file"], finding["line"]) == ("installed/train.py", 9)
+    assert finding["called_from"] == []
 
 
 def test_rules_are_selected_and_ignored(reads: str) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a long command: exit code 130, one line, no traceback, no half-written file."""
+"""A signal in the middle of a long command: its exit code, one line, no traceback, no half-written file."""
 
 from __future__ import annotations
 
@@ -6,114 +6,100 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+ENDLESS = """
+import time
+from pathlib import Path
 
-# The work never ends by itself: a step (or a rehearsal) that computes for ever, and says that it does.
-CHILD = """
-import sys
-import torch
-from leanstep import cli
-from leanstep.case import register
-from leanstep.rehearse import stage
-from toy_case import fast, implementation, toy_case
-
-def endless(*arguments, **options):
-    print("working", file=sys.stderr, flush=True)
-    while True:
-        x = torch.randn(64, 64, requires_grad=True)
-        (x @ x).sum().backward()
-
-register(toy_case("endless", implementation("fast", endless)))
-stage.rehearse = endless
-cli.main()
+Path("working").touch()
+while True:
+    time.sleep(0.01)
 """
-
 COMMANDS = {
-    "bench": ["bench", "endless"],
-    "prove": ["prove", "endless"],
-    "sweep": ["rehearse", "logprob-linear", "--sweep", "tokens=64,128"],
+    "bench": ["bench", "--no-proof", "endless.py", "endless.py"],
+    "invariant": ["prove", "endless.py", "--invariant"],
+    "rehearse": ["rehearse", "endless.py"],
+    "fix": ["fix", "endless.py"],
+}
+SAID = {
+    signal.SIGINT: (130, "leanstep: interrupted\n"),
+    signal.SIGTERM: (143, "leanstep: ended by SIGTERM\n"),
+    signal.SIGHUP: (129, "leanstep: ended by SIGHUP\n"),
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_interrupt_is_one_line_and_leaves_no_file(tmp_path, command):
+def default_signals() -> None:
+    """A background shell ignores Ctrl-C, nohup SIGHUP, and their children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("bench", signal.SIGINT),
+        ("bench", signal.SIGTERM),
+        ("invariant", signal.SIGHUP),
+        ("rehearse", signal.SIGINT),
+        ("rehearse", signal.SIGTERM),
+        ("fix", signal.SIGINT),
+    ],
+)
+def test_a_signal_is_one_line_and_leaves_no_file(tmp_path, command, number):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    (tmp_path / "temporary").mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, *COMMANDS[command], "--json", str(tmp_path / "out.json")],
+        [sys.executable, "-m", "leanstep", *COMMANDS[command], "--json", "out.json"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
-        # A background shell ignores Ctrl-C and its children inherit that: start from the default.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")},
+        preexec_fn=default_signals,
     )
     try:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "working\n"
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=60)
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "working").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(number)
+        out, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert errors == "leanstep: interrupted\n" and out == ""
-    assert list(tmp_path.iterdir()) == []
+    # On a busy machine there are progress lines before.
+    *_, said = errors.splitlines(keepends=True)
+    assert (process.returncode, said) == SAID[number] and "Traceback" not in errors
+    assert out == ""
+    # torch keeps a cache of its own there.
+    assert list((tmp_path / "temporary").glob("leanstep*")) == [] and not (tmp_path / "out.json").exists()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        """
-class Dying:
-    def __del__(self):
-        interrupt()
-
-def body():
-    del [Dying()][0]
-    time.sleep(20)
-""",
-        """
-def _releaseLock():  # the name of logging's own hook
-    interrupt()
-
-def body():
-    os.register_at_fork(after_in_parent=_releaseLock)
-    if not os.fork():
-        os._exit(0)
-    time.sleep(20)
-""",
-    ],
-    ids=["destructor", "fork"],
-)
-def test_an_interrupt_where_python_drops_it_is_not_lost(body):
-    code = (
-        """
-import os, signal, time
+SWALLOWED = """
+import os, signal
 from leanstep import cli
 
-def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
-    for _ in range(1000):
+def body(**options):
+    try:
+        os.kill(os.getpid(), signal.{name})
+    except BaseException:
         pass
-"""
-        + body
-        + """
+    raise AttributeError("half imported")
 
-cli.run = lambda: body()
-try:
-    cli.main()
-except KeyboardInterrupt:
-    print("seen")
+cli.typer.main.get_command = lambda app: type("Command", (), dict(main=staticmethod(body)))
+cli.main()
 """
-    )
+
+
+@pytest.mark.parametrize("number", SAID)
+def test_a_signal_that_an_import_swallows_is_named_not_its_consequence(number):
+    command = [sys.executable, "-c", SWALLOWED.format(name=number.name)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        command, capture_output=True, text=True, env=environment, preexec_fn=default_signals, timeout=120
     )
-    assert (done.stdout, done.stderr) == ("seen\n", "")
+    assert (done.returncode, done.stderr) == SAID[number]

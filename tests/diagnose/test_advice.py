@@ -33,7 +33,7 @@ NAMED = sorted({x.leanstep for x in (*RULES.values(), *ADVICE) if x.leanstep is 
 def leanstep_names() -> set[str]:
     """Public names of the packages and adapters."""
     names = set()
-    for package in ("logprob", "objectives", "muon", "gpt", "lens"):
+    for package in ("heads", "muon", "lens"):
         names |= set(importlib.import_module(f"leanstep.{package}").__all__)
     pytest.importorskip("transformers")
     adapter = importlib.import_module("leanstep.integrations.transformers")
@@ -61,7 +61,7 @@ def keywords() -> set[str]:
         torch.compile, torch.optim.AdamW, torch.utils.data.DataLoader, torch.nn.utils.clip_grad_norm_,
         torch.nn.MultiheadAttention.forward, torch.Tensor.backward, torch.nn.Module.zero_grad,
         transformers.TrainingArguments, leanstep.model_logprobs, leanstep.masked_token_logprobs,
-        leanstep.logprob.linear_logprobs,
+        leanstep.heads.linear_logprobs,
     ]  # fmt: skip
     names = {name for function in functions for name in inspect.signature(function).parameters}
     names |= {"is_causal", "approximate", "out", "non_blocking"}  # of torch's builtins
@@ -115,7 +115,7 @@ def test_what_a_finding_links_to_exists_and_is_documented(name):
 
 
 def test_a_name_that_does_not_exist_would_be_found():
-    assert not resolves("leanstep.logprob.skip_ignored_rows") and not resolves("leanstep.nothing")
+    assert not resolves("leanstep.heads.skip_ignored_rows") and not resolves("leanstep.nothing")
 
 
 class Place:
@@ -168,7 +168,7 @@ def test_a_models_own_cross_entropy_gets_a_function_for_it(tmp_path):
     step = StepRecord(head_width=512)
     step.heads[Site(place.mine)] = HeadRecord(rows=100, dead=80, width=512, inner=16, element_bytes=4)
     (finding,) = [f for f in find([step]) if f.rule == "dead-rows"]
-    assert finding.leanstep == "leanstep.objectives.linear_cross_entropy"
+    assert finding.leanstep == "leanstep.heads.linear_cross_entropy"
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_checkpoints_and_optimizers_are_no_model_flops():
 
 def test_a_head_in_tiles_counts_three_products():
     """Its backward makes the logits again: that is no work of the model's."""
-    from leanstep.logprob import linear_logprobs
+    from leanstep.heads import linear_logprobs
 
     hidden, weight = torch.randn(64, 24, requires_grad=True), torch.randn(901, 24, requires_grad=True)
     targets = torch.randint(0, 901, (64,))

@@ -15,7 +15,7 @@ import pytest
 from trace_maker import TO_HOST, waiting
 
 from leanstep import cli
-from leanstep.diagnose.outputs import report_diff, sarif, screen
+from leanstep.diagnose.outputs import sarif, screen
 from leanstep.diagnose.rules import find
 from leanstep.diagnose.step_records import RULE_IDS, Site, StepRecord, Tally
 from leanstep.diagnose.traces.trace_report import TraceRun
@@ -41,14 +41,6 @@ def findings():
     reads = {Site(MINE): Tally(2, 0, Counter(scalar=2)), Site(THEIRS, MINE): Tally(1, 0, Counter(scalar=1))}
     copies = {Site(MINE): Tally(3, 2**20, Counter(copy=3))}
     return find([StepRecord(reads=reads, state_copies=copies)])
-
-
-def report(*counts: tuple[str, int]) -> dict:
-    return {
-        "findings": [
-            {"rule": "host-sync", "file": "a.py", "code": c, "count": n, "line": 4} for c, n in counts
-        ]
-    }
 
 
 def test_sarif_says_what_code_scanning_needs() -> None:
@@ -79,53 +71,13 @@ def test_sarif_validates() -> None:
     jsonschema.validate(sarif.as_sarif([]), schema)
 
 
-def test_markdown_is_a_table() -> None:
-    text = sarif.as_markdown(findings(), "train.py")
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 5
-    assert all(row.count("|") == rows[0].count("|") for row in rows)
-    assert "No findings." in sarif.as_markdown([], "train.py")
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "kind"),
-    [(10, 11, None), (10, 12, "grown"), (10, 9, None), (10, 8, "shrunk"), (0, 1, "new"), (1, 0, "gone")],
-)
-def test_counts_may_move_by_the_threshold(before: int, after: int, kind: str | None) -> None:
-    old, new = (report(("x", n)) if n else report() for n in (before, after))
-    changes = report_diff.compare(old, new, 0.1)
-    assert [change.kind for change in changes] == ([kind] if kind else [])
-    assert report_diff.is_worse(changes) == (kind in ("new", "grown"))
-
-
-def test_diff_on_the_command_line(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.json").write_text(json.dumps(report(("x", 10), ("y", 4))))
-    Path("b.json").write_text(json.dumps(report(("x", 15))))
-
-    def run(*arguments: str) -> int:
-        return cli.run(["diagnose", "diff", *arguments])
-
-    assert run("a.json", "b.json", "--json", "changes.json") == 1
-    assert "grown   host-sync           a.py:4  10 → 15" in capsys.readouterr().out
-    held = json.loads(Path("changes.json").read_text())
-    assert [c["kind"] for c in held["changes"]] == ["grown", "gone"]
-    assert run("a.json", "b.json", "--threshold", "0.5") == 0
-    assert run("a.json", "a.json") == 0
-    assert run("a.json") == 2
-    assert run("a.json", "b.json", "--threshold", "lots") == 2
-    Path("b.json").write_text("[]")
-    assert run("a.json", "b.json") == 2
-
-
 def test_files_are_written_beside_the_screen(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(READS)
-    assert cli.run(["diagnose", "train.py", "--sarif", "out.sarif", "--markdown", "out.md"]) == 0
+    assert cli.run(["diagnose", "train.py", "--sarif", "out.sarif"]) == 0
     (result,) = json.loads(Path("out.sarif").read_text())["runs"][0]["results"]
     assert result["ruleId"] == "host-sync"
     assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 7
-    assert "`train.py:7`" in Path("out.md").read_text()
 
 
 def _environment() -> dict[str, str]:
@@ -154,14 +106,12 @@ def test_hook_and_action_run_in_a_fresh_repository(tmp_path: Path) -> None:
     for name, text in step["env"].items():
         match = re.fullmatch(r"\$\{\{ inputs\.([\w-]+) \}\}", text)
         environment[name] = values[match[1]] if match else str(ROOT)
-    environment["GITHUB_STEP_SUMMARY"] = str(tmp_path / "summary.md")
     done = subprocess.run(
         ["bash", "-e", "-c", step["run"]], cwd=tmp_path, env=environment, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "::warning file=train.py,line=7" in done.stdout
-    assert "`host-sync`" in (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert (tmp_path / "leanstep.sarif").is_file()
 
 
@@ -176,7 +126,7 @@ def test_outputs_are_those_of_a_recording(tmp_path: Path, monkeypatch, capsys) -
     waiting("cuda", "StreamSynchronize", TO_HOST).write(
         Path("t.json"), deviceProperties=[{"name": "Some GPU"}]
     )
-    files = ["--json", "out.json", "--sarif", "out.sarif", "--markdown", "out.md", "--html", "out.html"]
+    files = ["--json", "out.json", "--sarif", "out.sarif", "--html", "out.html"]
     assert cli.run(["diagnose", "--trace", "t.json", *files, "--annotations", "--explain", "1"]) == 0
     shown = capsys.readouterr().out
     assert "Some GPU · 24 events · 2 steps of 1 ms · device idle 4% (4% host waits)" in shown
@@ -187,7 +137,6 @@ def test_outputs_are_those_of_a_recording(tmp_path: Path, monkeypatch, capsys) -
     jsonschema.validate(report, json.loads(screen.SCHEMA_FILE.read_text()))
     (finding,) = report["findings"]
     assert (finding["line"], finding["cost"]["seconds"]) == (0, pytest.approx(43e-6))
-    assert "`aten::item > aten::_local_scalar_dense`" in Path("out.md").read_text()
     (result,) = json.loads(Path("out.sarif").read_text())["runs"][0]["results"]
     uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
     assert uri == "aten%3A%3Aitem%20%3E%20aten%3A%3A_local_scalar_dense"

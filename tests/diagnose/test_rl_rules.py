@@ -140,3 +140,44 @@ def test_a_custom_autograd_function_is_not_scoring() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert not of("no-grad-vocab", list(watch.findings()))
+
+
+class Rotary(Policy):
+    """Reads two entries of buffers in every call, as models with cached angles do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.ones(4))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.angles[0] == 0 or not self.scale:
+            raise ValueError("not initialized")
+        return super().forward(tokens) * self.angles[1]
+
+
+@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
+def test_reads_of_buffers_and_of_a_generation_are_counted(block) -> None:
+    torch.manual_seed(0)
+    policy = Rotary()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    with diagnose.watch(steps=2, warmup=1) as watch:
+        for _ in range(4):
+            tokens = torch.randint(0, WORDS, (4, 3))
+            with block():
+                for _ in range(5):
+                    drawn = torch.multinomial(policy(tokens)[:, -1].softmax(-1), 1)
+                    tokens = torch.cat([tokens, drawn], 1)
+                    if drawn.eq(WORDS).all() or drawn[0].item() == WORDS:
+                        break
+            tokens = tokens.clone()
+            loss = nn.functional.cross_entropy(policy(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    reads = {f.line.function: f.counts for f in of("host-sync", list(watch.findings()))}
+    # Five calls of the generation and one of the update, two reads each; two reads per token.
+    assert reads == {
+        "forward": [12, 12],
+        "test_reads_of_buffers_and_of_a_generation_are_counted": [10, 10],
+    }

@@ -237,24 +237,25 @@ def test_a_compiled_line_is_marked() -> None:
 
 
 def test_thresholds_can_be_set() -> None:
-    limits = Limits.parse(["op-storm.repeats=10", "op-storm.ops=10"])
+    limits = Limits({"op-storm": {"repeats": 10, "ops": 10}})
     assert counts(storm(10, 0), limits) == [("op-storm", 7, 10)]
 
 
 @pytest.mark.parametrize(
-    "setting",
+    "changes",
     [
-        "storm.repeats=1",
-        "op-storm.size=1",
-        "op-storm.repeats",
-        "op-storm.repeats=x",
-        "repeats=3",
-        "op-storm.ops=-1",
+        {"storm": {"repeats": 1}},
+        {"op-storm": {"size": 1}},
+        {"op-storm": {"repeats": "x"}},
+        {"op-storm": {"repeats": True}},
+        {"op-storm": {"repeats": float("nan")}},
+        {"op-storm": {"ops": -1}},
     ],
+    ids=str,
 )
-def test_bad_thresholds_are_named(setting: str) -> None:
+def test_bad_thresholds_are_named(changes: dict) -> None:
     with pytest.raises(ValueError, match="threshold"):
-        Limits.parse([setting])
+        Limits(changes)
 
 
 def test_merging_two_parts_of_a_step_adds_up() -> None:

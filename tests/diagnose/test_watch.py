@@ -79,7 +79,7 @@ def test_recording_changes_no_number() -> None:
 
 def test_recording_changes_no_number_of_leansteps_own_paths() -> None:
     """Watched, their jobs run on one thread in a row: same bits."""
-    from leanstep.logprob import linear_logprobs
+    from leanstep.heads import linear_logprobs
     from leanstep.muon import NorMuon
 
     def train(record: bool) -> list[torch.Tensor]:
@@ -422,8 +422,8 @@ def test_recording_adds_no_op_to_thousands_of_tiny_ones() -> None:
     step = load_tool("watch_overhead").tiny_ops()
     plain, recorded, lines = _recorded(step)
     assert recorded == plain > 1000
-    # The time per op is measured by tools/watch_overhead.py; it follows the lines.
-    assert lines < 160
+    # The time per op is measured by dev/watch_overhead.py; it follows the lines.
+    assert lines < 170
 
 
 def test_recording_adds_few_ops_where_matmuls_dominate() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("libcst", reason="libcst is not installed")
 
-from leanstep.fix.logprob_repair import logprobs_of_the_model
+from leanstep.fix.logprob_repair import log_probs_of_tokens
 from leanstep.fix.offers import changed_files
 from leanstep.fix.repairs import Project
 from leanstep.fix.source_edits import NotUnderstood
@@ -48,11 +48,11 @@ def repaired(folder: Path, text: str, here: str = "log_softmax") -> list[tuple[s
     """Title and new text of each repair of the first line that contains `here`."""
     path = folder / "train.py"
     path.write_text(text, encoding="utf-8")
-    project = Project([path])
+    project = Project(path, [path])
     source = project.source(path)
     number = next(i for i, line in enumerate(text.splitlines(), 1) if here in line)
-    repairs = logprobs_of_the_model(project.sources(), source, source.statement_at(number))
-    return [(title, changed_files(edits)[path].decode()) for title, edits in repairs]
+    repairs = log_probs_of_tokens(project.sources(), source, source.statement_at(number))
+    return [(repair.title, changed_files(repair.edits)[path].decode()) for repair in repairs]
 
 
 def test_the_mask_comes_from_the_callers(tmp_path):
@@ -153,8 +153,32 @@ def test_what_is_not_understood_is_left_alone(tmp_path, change, why):
 
 def test_a_model_of_the_scripts_own_is_said_to_be_one(tmp_path):
     text = (IMPORTS + CALLERS).replace('output["logits"]', "output")
-    with pytest.raises(NotUnderstood, match=r"defined in the script.*masked_token_logprobs"):
+    with pytest.raises(NotUnderstood, match=r"by hand, masked_token_logprobs"):
         repaired(tmp_path, text)
+
+
+HEAD = """
+
+def score(model, batch):
+    hidden = model(batch.tokens)
+    logits = model.head(hidden[:, :-1]) / TEMPERATURE
+    logp_all = torch.log_softmax(logits, dim=-1)
+    logp = logp_all.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    return logp
+"""
+
+
+def test_a_head_beside_its_hidden_states(tmp_path):
+    ((title, new),) = repaired(tmp_path, "import torch\nTEMPERATURE = 0.8\n" + HEAD)
+    assert title == "log-probs without the logits: masked_token_logprobs of all tokens"
+    assert new == "import torch\nfrom leanstep import masked_token_logprobs\nTEMPERATURE = 0.8\n" + (
+        "\n\ndef score(model, batch):\n    hidden = model(batch.tokens)\n"
+        "    logp = masked_token_logprobs(hidden, model.head, batch.tokens, temperature=TEMPERATURE)\n"
+        "    return logp\n"
+    )
+    entropy = "    return logp, -(logp_all.exp() * logp_all).sum(-1)\n"
+    with pytest.raises(NotUnderstood, match="logits is used for more than the log-probs"):
+        repaired(tmp_path, "import torch\nTEMPERATURE = 0.8\n" + HEAD.replace("    return logp\n", entropy))
 
 
 def test_without_a_mask_in_every_caller_none_is_passed(tmp_path):

@@ -7,8 +7,8 @@ import torch
 from integrations.tiny_models import FAMILIES, VOCAB, causal_lm
 from torch import nn
 
+from leanstep.heads import logprob, passes
 from leanstep.integrations.causal_lm import causal_head, check_head, score_labels
-from leanstep.logprob.engine import lm_head, tiles
 
 
 def labelled(batch=3, length=17, seed=1):
@@ -49,17 +49,17 @@ def test_values_and_gradients_equal_the_models_own_logits(family):
 @pytest.mark.parametrize("in_fp32", [False, True])
 def test_autocast_around_a_trainer_chooses_the_operands(in_fp32, monkeypatch):
     """fp32 weights under bf16 autocast, TRL's default: on a GPU no product of the head is in fp32."""
-    operands, product = set(), lm_head.product
+    operands, product = set(), logprob.multiply_
 
-    def watched(a, b, *args, **options):
+    def watched(out, a, b, **options):
         operands.update((a.dtype, b.dtype))
-        return product(a, b, *args, **options)
+        return product(out, a, b, **options)
 
     ids, labels = labelled()
     model = causal_lm("llama")
     # CPU tensors take the route of a GPU.
-    monkeypatch.setattr(tiles, "CPU_TYPES", ())
-    monkeypatch.setattr(lm_head, "product", watched)
+    monkeypatch.setattr(passes, "on_gpu", lambda device: True)
+    monkeypatch.setattr(logprob, "multiply_", watched)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.base_model(input_ids=ids).last_hidden_state
         outputs = ("mean_logits", "is_top1", "log_sum_sq_probs")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -206,18 +208,77 @@ def test_training_steps_on_two_ranks_equal_megatrons_own_loss(run_ranks):
                     )
 
 
-def test_an_unknown_megatron_version_is_refused(monkeypatch):
-    pytest.importorskip("megatron.core")
+def untested_rank(rank: int, world_size: int, sequence_parallel: bool, fault: float):
+    """The rank's result and what was compared, or the complaint."""
     from importlib import metadata
 
+    metadata.version = lambda package: "0.99.1"
+    # Megatron asks for the device of its gathered hidden states.
+    torch.cuda.current_device = lambda: torch.device("cpu")
     from leanstep.integrations import megatron
-    from leanstep.integrations.versions import UnknownVersion
 
-    monkeypatch.setattr(metadata, "version", lambda package: "0.99.1")
-    with pytest.raises(
-        UnknownVersion, match=r"megatron-core: this adapter was not tested with version 0.99.1"
-    ):
-        megatron.vocab_parallel_logprobs(torch.zeros(1, 3), torch.tensor([0]))
+    if fault:
+        original = megatron.linear_logprobs
+        megatron.linear_logprobs = lambda *args, **options: original(*args, **options)._replace(
+            logp=original(*args, **options).logp + fault
+        )
+    try:
+        values = megatron_rank(rank, world_size, sequence_parallel)
+    except ValueError as error:
+        return [], str(error)
+    return values, " ".join(sorted(megatron._checked))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("fault", [0.0, 0.01])
+def test_an_untested_version_is_compared_with_megatrons_own_cross_entropy(
+    run_ranks, sequence_parallel, fault
+):
+    pytest.importorskip("megatron.core")
+    logp, *_ = plain()
+    for values, words in run_ranks(2, untested_rank, sequence_parallel, fault, timeout=120):
+        if fault:
+            assert "log-probs of made-up rows differ from Megatron's own by 0.01" in words
+        else:
+            assert words == "layer version"
+            np.testing.assert_allclose(values[0], logp, rtol=1e-5, atol=1e-5)
+
+
+class Layer(torch.nn.Module):
+    """What the adapters read of a ColumnParallelLinear."""
+
+    gather_output = skip_bias_add = sequence_parallel = False
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = torch.nn.Parameter(problem()[1].clone()), None
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        return input_ @ (self.weight if weight is None else weight).T, None
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copied_layer_uses_its_own_weight(way):
+    pytest.importorskip("megatron.core")
+    from leanstep.integrations.megatron import HiddenOutput, apply_leanstep
+
+    hidden, _, tokens, rows, _ = problem()
+    layer = apply_leanstep(Layer())
+    HiddenOutput(layer)
+    duplicate = way(layer)
+    with torch.no_grad():
+        layer.weight.mul_(3.0)
+        duplicate.weight.mul_(-1.0)
+    for each in (layer, duplicate):
+        each.zero_grad()
+        logits = hidden @ each.weight.T
+        assert torch.equal(each(hidden)[0], hidden)
+        torch.testing.assert_close(each(hidden, runtime_gather_output=True)[0], logits)
+        found = each.logprobs(hidden, tokens[rows], rows=rows).logp
+        expected = logits.log_softmax(-1)[rows].gather(1, tokens[rows][:, None])[:, 0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found.sum().backward()
+    assert layer.weight.grad is None and duplicate.weight.grad is not None
 
 
 def test_apply_leanstep_gives_the_output_layer_a_method():

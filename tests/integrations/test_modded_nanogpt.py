@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -100,7 +102,7 @@ def test_a_new_momentum_is_no_new_graph(fresh_dynamo):
 
 
 def test_bank_forms_train_alike():
-    from leanstep.gpt.cases import BANK_FORMS, train_from_banks
+    from benchmarks.bank_access import BANK_FORMS, train_from_banks
 
     curves = [train_from_banks(form, seed=3, steps=6) for form in BANK_FORMS]
     assert curves[0] == curves[1] == curves[2] and curves[0][-1] < curves[0][0]
@@ -117,3 +119,12 @@ def test_ten_steps_of_upstreams_own_optimizer(fresh_dynamo):
     # Adam's tables have the same bits; matrices differ by the rounding of bfloat16 products.
     assert all(found["bfloat16, preset"][n] == 0 for n in ("lm_head", "embed", "scalars"))
     assert max(found["bfloat16, preset"].values()) <= 0.03
+
+
+def test_the_pieces_import_no_model():
+    code = "import sys, leanstep.integrations.modded_nanogpt; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    modules = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.split()
+    own = {".".join(name.split(".")[:2]) for name in modules if name.startswith("leanstep.")}
+    assert not own & {"leanstep.heads", "leanstep.rehearse"}
+    assert "recipes" not in modules and "benchmarks" not in modules

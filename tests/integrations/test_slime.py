@@ -195,19 +195,19 @@ def test_a_parameter_that_leanstep_does_not_know_is_refused(slime):
         apply_leanstep(Namespace(log_probs_response_only=True))
 
 
-def test_the_version_is_checked_at_start(slime, monkeypatch):
+@pytest.mark.filterwarnings("default")
+def test_an_untested_version_warns_at_start(slime, monkeypatch):
     from importlib import metadata
 
+    from leanstep.integrations import megatron
     from leanstep.integrations.slime import apply_leanstep
-    from leanstep.integrations.versions import UnknownVersion
 
+    monkeypatch.setattr(megatron, "_checked", set())
     monkeypatch.setattr(metadata, "version", lambda package: "0.99.1")
-    with pytest.raises(
-        UnknownVersion, match=r"megatron-core: this adapter was not tested with version 0.99.1"
-    ):
+    with pytest.warns(UserWarning, match="megatron-core: this adapter was not tested with version 0.99.1"):
         apply_leanstep(Namespace(log_probs_response_only=True))
-    apply_leanstep(Namespace(log_probs_response_only=True, leanstep_allow_untested=True))
     assert slime.loss.get_log_probs_and_entropy is not slime.stock
+    assert megatron._checked == {"version"}
 
 
 def test_a_process_that_does_not_train_is_refused():

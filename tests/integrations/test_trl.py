@@ -124,7 +124,6 @@ def test_softcap_and_tied_heads(tmp_path, family):
 
 
 NEWER = [
-    ("sapo", "sapo", "sequence_mean", {}),
     (
         "luspo",
         "gspo",
@@ -134,9 +133,9 @@ NEWER = [
 ]
 
 
-@pytest.mark.parametrize(("loss_type", "objective", "normalizer", "options"), NEWER, ids=["sapo", "luspo"])
+@pytest.mark.parametrize(("loss_type", "objective", "normalizer", "options"), NEWER, ids=["luspo"])
 def test_trls_newer_losses_equal_policy_loss(tmp_path, loss_type, objective, normalizer, options):
-    from leanstep.logprob import policy_loss
+    from leanstep.heads import policy_loss
 
     trainer = make(LeanGRPOTrainer, tmp_path, loss_type=loss_type, **options)
     trainer.current_gradient_accumulation_steps = 1

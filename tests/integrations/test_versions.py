@@ -8,7 +8,7 @@ from importlib import metadata
 
 import pytest
 
-from leanstep.integrations.versions import UnknownVersion, require_version
+from leanstep.integrations.versions import UnknownVersion, is_tested_version, require_version
 
 
 def stub(monkeypatch, version):
@@ -32,6 +32,15 @@ def test_an_unknown_version_is_refused(monkeypatch, version):
     assert require_version("trl", ("1.16",), allow_untested=True) == version
 
 
+def test_where_results_are_compared_an_unknown_version_only_warns(monkeypatch):
+    stub(monkeypatch, "0.18.0")
+    assert is_tested_version("megatron-core", ("0.16", "0.18"))
+    with pytest.warns(
+        UserWarning, match=r"megatron-core: .* not tested with version 0.18.0 \(tested: 0.16\)"
+    ):
+        assert not is_tested_version("megatron-core", ("0.16",))
+
+
 def test_a_missing_package_names_the_command_that_installs_it():
     with pytest.raises(ModuleNotFoundError, match=r"no-such-package is not installed: pip install leanstep"):
         require_version("no-such-package", ("1",))
@@ -40,9 +49,8 @@ def test_a_missing_package_names_the_command_that_installs_it():
 @pytest.mark.parametrize(
     ("package", "module", "modules"),
     [
-        ("trl", "trl", ("trl", "trl_reward")),
+        ("trl", "trl", ("trl",)),
         ("transformers", "transformers", ("transformers",)),
-        ("megatron-core", "megatron", ("megatron",)),
     ],
 )
 def test_an_adapter_refuses_an_unknown_package_before_importing_it(

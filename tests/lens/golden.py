@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from leanstep.lens.batch import LensBatch, Variant
-from leanstep.lens.lens_config import LensConfig, ObjectiveConfig, SamplingConfig
+from leanstep.lens.config import LensConfig, ObjectiveConfig, SamplingConfig
 
 FOLDER = Path(__file__).parent.parent / "vectors" / "lens"
 NAMES = sorted(p.stem for p in FOLDER.glob("*.json"))

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from leanstep.lens import LensBatch, LensConfig, ObjectiveConfig, lens_loss, sample_variants
+from leanstep.lens import LensBatch, LensConfig, ObjectiveConfig, lens_loss
+from recipes.lens.contexts import sample_variants
 
 CONFIG = LensConfig(block_size=4, max_lod=2)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from leanstep.lens.lens_config import LensConfig, ObjectiveConfig
+from leanstep.lens.config import LensConfig, ObjectiveConfig
 from leanstep.lens.reference import (
     lens_loss_reference,
     reference_coverage,

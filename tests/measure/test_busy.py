@@ -10,10 +10,10 @@ from leanstep.measure import busy
 
 
 def test_processes_run_during_the_block_only(monkeypatch):
-    start, children = busy.start_program, []
+    start, children = busy.start, []
     monkeypatch.setattr(
         busy,
-        "start_program",
+        "start",
         lambda *args, **options: children.append(start(*args, **options)) or children[-1],
     )
     with busy.busy_processes(2):

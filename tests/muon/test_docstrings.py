@@ -16,18 +16,16 @@ CONSTANTS = {"NEWTON_SCHULZ", "POLAR_EXPRESS"}
 # What the code of a docstring must have computed; the names are those of the docstring and of `world`.
 MEANS = {
     "NorMuon": "torch.allclose(weight, stepped, atol=1e-5)",
-    "ParamSplit": "matrices == ['0.weight', '1.weight']",
-    "Workspace": "torch.allclose(factors[1], polar(updates[1]))",
-    "explain": "text == explain(rows, cols, **options)",
     "from_master": "weight.equal(from_master(master, 'truncate')[0]) and residual.dtype == torch.int16",
     "momentum_polar": "torch.allclose(factor, momentum_polar(grad, start), atol=1e-4)"
     " and torch.allclose(start, momentum_buffer)",
-    "plan_polar": "plan.method == 'gram' and 36 < plan.flops() / 768**3 < 37",
     "polar": "torch.allclose(factor, polar(update), atol=1e-4)",
     "split_params": "[g['algorithm'] for g in optimizer.param_groups] == ['normuon', 'adam']",
     "to_master": "master.equal(exact)",
     "transpose_add": "torch.allclose(dst, before + src.T)",
     "transpose_copy": "dst.equal(transpose_copy(src))",
+    "unbind_bank": "[m.shape for m in matrices] == [(4, 5)] * 6"
+    " and all(m.equal(n) for m, n in zip(matrices, unbind_bank(bank)))",
 }
 
 
@@ -46,10 +44,11 @@ def world() -> dict[str, object]:
         **{"momentum_buffer": buffer, "start": buffer.clone()},
         **{"torch": torch, "leanstep": __import__("leanstep"), "reference": reference, "model": model},
         **{"grad": grad, "momentum": torch.zeros(8, 6), "second": torch.zeros(8, 1), "lr": 0.02},
-        **{"stepped": param.detach(), "weight": stepped, "updates": list(torch.randn(2, 8, 6))},
-        **{"rows": 30, "cols": 70, "options": {"method": "gram"}, "update": torch.randn(8, 6)},
+        **{"stepped": param.detach(), "weight": stepped},
+        "update": torch.randn(8, 6),
         **{"coefficients": reference.POLAR_EXPRESS, "eps_mode": "relative", "exact": exact},
         **{"master": exact, "residual": low, "src": exact, "dst": dst, "before": dst.clone()},
+        "bank": torch.randn(3, 2, 4, 5),
     }
     return names | {"high_of_exact": high}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -12,29 +11,26 @@ from hypothesis import strategies as st
 from muon.golden import array, load
 from torch import nn
 
-from leanstep.muon import NorMuon, Workspace, reference
-from leanstep.muon.polar import (
-    PolarPlan,
-    _bounds,
-    choose_dtype,
-    choose_panels,
-    commuting_product,
-    explain,
-    gram_matrix,
-    plan_polar,
-    polar,
-    quadratic,
-    run_side_by_side,
-)
+from leanstep.muon import NorMuon, polar, reference
+from leanstep.muon import polar as _public
+from leanstep.muon.polar import product_dtype, symmetric
 
+page = __import__("sys").modules["leanstep.muon.polar"]
+assert page is not _public
+# What the sizes of a matrix choose: limits that select one way of computing the same polynomial.
 FORMS = {
-    "standard": {"method": "standard", "panels": 1},
-    "standard, panels": {"method": "standard", "panels": 3},
-    "gram": {"method": "gram", "restart": None, "panels": 1},
-    "gram, panels": {"method": "gram", "restart": None, "panels": 3},
-    "gram, restart": {"method": "gram", "restart": 2, "panels": 1},
-    "gram, restart, panels": {"method": "gram", "restart": 2, "panels": 4},
+    "standard": {"MIN_GRAM_SIDE": 1 << 30, "MIN_PANEL_SIDE": 1 << 30},
+    "standard, panels": {"MIN_GRAM_SIDE": 1 << 30, "MIN_PANEL_SIDE": 1},
+    "gram": {"MIN_GRAM_SIDE": 1, "GRAM_RATIO": 0, "MIN_PANEL_SIDE": 1 << 30},
+    "gram, panels": {"MIN_GRAM_SIDE": 1, "GRAM_RATIO": 0, "MIN_PANEL_SIDE": 1},
 }
+
+
+def polar_by(form, update, **options):
+    with mock.patch.multiple(page, **FORMS[form]):
+        return polar(update, **options)
+
+
 SHAPES = [(41, 401), (401, 41), (127, 127), (1, 17), (17, 1), (96, 144)]
 
 
@@ -54,7 +50,7 @@ def spectrum(rows, cols, smallest):
 @pytest.mark.parametrize("index", range(9))
 def test_upstream_vectors(form, index):
     case = load("polar_express")["cases"][index]
-    got = polar(array(case["input"]), eps_mode="absolute", compute_dtype=torch.float32, **FORMS[form])
+    got = polar_by(form, array(case["input"]), eps_mode="absolute", compute_dtype=torch.float32)
     # Rank-deficient inputs: the squared form resolves singular values only down to sqrt(eps).
     loose = "gram" in form and not isinstance(case["scale"], float)
     torch.testing.assert_close(got, array(case["out_fp32"]), atol=2e-3 if loose else 5e-5, rtol=0)
@@ -77,7 +73,7 @@ def test_no_further_from_float64_than_plain_bfloat16(form, shape):
     update = torch.randn(shape)
     truth = reference.polar(update.double())
     plain = error(reference.polar(update.bfloat16()), truth)
-    assert error(polar(update, compute_dtype=torch.float32, **FORMS[form]), truth) <= 0.05 * plain + 1e-6
+    assert error(polar_by(form, update, compute_dtype=torch.float32), truth) <= 0.05 * plain + 1e-6
 
 
 @pytest.mark.parametrize("form", ["standard", "standard, panels"])
@@ -88,18 +84,8 @@ def test_standard_form_is_as_exact_as_the_plain_loop(form, shape):
     for update in torch.randn(10, *shape):
         truth = reference.polar(update.double())
         plain.append(error(reference.polar(update), truth))
-        ours.append(error(polar(update, compute_dtype=torch.float32, **FORMS[form]), truth))
+        ours.append(error(polar_by(form, update, compute_dtype=torch.float32), truth))
     assert max(ours) <= 2 * max(plain) + 2e-6
-
-
-@pytest.mark.parametrize("smallest", [1e-4, 1e-10])
-def test_restart_recovers_what_squaring_loses(smallest):
-    update = spectrum(96, 384, smallest)
-    truth = reference.polar(update)
-    plain = error(reference.polar(update.bfloat16()), truth)
-    once = error(polar(update.float(), **FORMS["gram, panels"]), truth)
-    again = error(polar(update.float(), **FORMS["gram, restart, panels"]), truth)
-    assert again < 0.3 * once and once < 0.1 * plain
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -110,41 +96,38 @@ def test_low_rank_keeps_its_singular_values(form, shape, rank):
     update = torch.randn(shape[0], rank) @ torch.randn(rank, shape[1])
     truth = reference.polar(update.double())
     plain = error(reference.polar(update), truth)
-    assert error(polar(update, compute_dtype=torch.float32, **FORMS[form]), truth) <= 30 * plain
+    assert error(polar_by(form, update, compute_dtype=torch.float32), truth) <= 30 * plain
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_tall_equals_transposed_wide(form):
     update = torch.randn(60, 170, dtype=torch.float64)
     torch.testing.assert_close(
-        polar(update.mT.contiguous(), **FORMS[form]), polar(update, **FORMS[form]).mT, atol=1e-11, rtol=0
+        polar_by(form, update.mT.contiguous()), polar_by(form, update).mT, atol=1e-11, rtol=0
     )
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    rows=st.integers(1, 40),
-    cols=st.integers(1, 40),
+    rows=st.integers(1, 70),
+    cols=st.integers(1, 70),
     batch=st.integers(1, 3),
-    panels=st.integers(1, 5),
-    method=st.sampled_from(["standard", "gram"]),
+    form=st.sampled_from(list(FORMS)),
 )
-def test_panels_and_form_do_not_change_the_result(rows, cols, batch, panels, method):
+def test_the_form_does_not_change_the_result(rows, cols, batch, form):
     update = torch.randn(
         batch, rows, cols, generator=torch.Generator().manual_seed(rows * 41 + cols)
     ).double()
-    got = torch.stack([polar(matrix, method=method, panels=panels) for matrix in update])
-    torch.testing.assert_close(got, reference.polar(update), atol=1e-7, rtol=0)
-    torch.testing.assert_close(polar(update, method=method), got, atol=1e-9, rtol=0)
+    torch.testing.assert_close(polar_by(form, update), reference.polar(update), atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e-6, 1.0, 1e12, 1e30])
-@pytest.mark.parametrize("form", ["standard, panels", "gram, restart, panels"])
+@pytest.mark.parametrize("form", ["standard, panels", "gram, panels"])
 def test_relative_mode_ignores_the_scale(form, scale):
     update = torch.randn(40, 100)
-    full = polar(update, compute_dtype=torch.float32, **FORMS[form])
+    full = polar_by(form, update, compute_dtype=torch.float32)
     torch.testing.assert_close(
-        polar(update * scale, compute_dtype=torch.float32, **FORMS[form]), full, atol=1e-4, rtol=0
+        polar_by(form, update * scale, compute_dtype=torch.float32), full, atol=1e-4, rtol=0
     )
 
 
@@ -171,9 +154,8 @@ def test_bank_is_normalised_per_matrix():
 def test_input_is_unchanged_repeats_bitwise_and_may_be_strided():
     update = torch.randn(200, 300)[::2, ::3]
     before = update.clone()
-    workspace = Workspace()
-    first = polar(update, workspace=workspace)
-    assert torch.equal(first, polar(update, workspace=workspace))
+    first = polar(update)
+    assert torch.equal(first, polar(update))
     assert torch.equal(update, before)
     torch.testing.assert_close(first, polar(update.contiguous()), atol=1e-5, rtol=0)
 
@@ -193,42 +175,49 @@ def test_empty_matrices_come_back_empty(shape):
     assert polar(torch.zeros(shape)).shape == shape
 
 
-def test_flop_table():
-    # Units of n^3 in the limit of many panels; a finite number of panels computes (b + 1) / 2b.
-    def units(method, restart, ratio, panels):
-        return PolarPlan(100, 100 * ratio, method, restart, panels, torch.float32, False).flops() / 100**3
-
-    assert [units("standard", None, r, 1) for r in (1, 4)] == [30, 90]
-    assert [units("gram", None, r, 1) for r in (1, 4)] == [38, 50]
-    assert [units("gram", 2, r, 1) for r in (1, 4)] == [36, 60]
-    assert [units("standard", None, r, 10**9) for r in (1, 4)] == pytest.approx([20, 65])
-    assert [units("gram", None, r, 10**9) for r in (1, 4)] == pytest.approx([23, 32])
-    assert [units("gram", 2, r, 10**9) for r in (1, 4)] == pytest.approx([21, 39])
-
-
-def test_plan_follows_shape_and_dtype_and_says_why():
-    assert plan_polar(768, 3072, compute_dtype=torch.float32).method == "gram"
-    assert plan_polar(768, 3072, compute_dtype=torch.float32).restart is None
-    assert plan_polar(768, 3072, compute_dtype=torch.float32, restart=2).restart == 2
-    assert plan_polar(64, 256, compute_dtype=torch.float32).restart == 2
-    assert plan_polar(768, 900, compute_dtype=torch.float32).method == "standard"
-    assert plan_polar(768, 3072, device="cuda").dtype == torch.bfloat16
-    assert plan_polar(768, 3072, device="cuda").method == "standard"
-    assert plan_polar(64, 64).dtype == torch.float32
-    assert plan_polar(64, 64).panels == 1
-    assert plan_polar(64, 64, dtype=torch.float64).dtype == torch.float64
-    text = explain(3072, 768, compute_dtype=torch.float32)
-    assert "gram, X^T X" in text and "ratio 4" in text
-    assert "gram, restart after 2" in explain(3072, 768, compute_dtype=torch.float32, restart=2)
-
-
 def test_cpu_dtype_follows_the_measured_speed(monkeypatch):
     for speed, expected in ((0.01, torch.float32), (2.5, torch.bfloat16)):
-        monkeypatch.setattr(
-            sys.modules["leanstep.muon.polar"], "cpu_bfloat16_speedup", lambda speed=speed: speed
+        monkeypatch.setattr(page, "cpu_bfloat16_speedup", lambda speed=speed: speed)
+        assert product_dtype(torch.empty(768, 768)) == expected
+        assert product_dtype(torch.empty(64, 768)) == torch.float32
+        assert product_dtype(torch.empty(768, 768, dtype=torch.float64)) == torch.float64
+    assert product_dtype(torch.empty(64, 64, device="meta")) == torch.bfloat16
+    assert product_dtype(torch.empty(768, 768), cpu_half=False) == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(256, 300), (300, 256), (257, 513), (2, 260, 400)])
+def test_large_sides_take_panels_and_gram_form_and_are_as_exact(shape):
+    """Sizes at which the page itself chooses, without patched limits."""
+    update = torch.randn(shape)
+    truth = reference.polar(update.double())
+    assert (
+        error(polar(update, compute_dtype=torch.float32), truth)
+        <= 2 * error(reference.polar(update), truth) + 1e-5
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 40), st.booleans())
+def test_symmetric_products(side, length, by_panels):
+    x = torch.randn(2, side, length, dtype=torch.float64)
+    with mock.patch.object(page, "MIN_PANEL_SIDE", 1 if by_panels else 1 << 30):
+        out = symmetric(x, x.mT)
+        torch.testing.assert_close(out, x @ x.mT)
+        out = out / side
+        torch.testing.assert_close(
+            symmetric(out, out, out, beta=-1.5, alpha=0.5), -1.5 * out + 0.5 * out @ out
         )
-        dtype, why = choose_dtype(768, 768, torch.device("cpu"), torch.float32)
-        assert dtype == expected and str(expected).removeprefix("torch.") in why
+    if by_panels and side > 64:
+        assert torch.equal(out[:, 0, -1], out[:, -1, 0])
+
+
+def test_small_updates_shrink_as_upstreams_do_in_absolute_mode():
+    vectors = load("polar_express")
+    for case in vectors["tiny"]:
+        update = array(vectors["tiny_base"]) * case["scale"]
+        got = polar(update, eps_mode="absolute", compute_dtype=torch.float32)
+        torch.testing.assert_close(got, array(case["out_fp32"]), atol=5e-5, rtol=0)
+        assert got.norm().item() == pytest.approx(case["fro_out"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -238,78 +227,13 @@ def test_cpu_dtype_follows_the_measured_speed(monkeypatch):
         (lambda: torch.zeros(3, 3, dtype=torch.int64), {}, "update"),
         (lambda: torch.zeros(3, 3, dtype=torch.complex64), {}, "update"),
         (lambda: torch.zeros(3, 3).to_sparse(), {}, "update"),
-        (lambda: torch.zeros(3, 3), {"method": "svd"}, "method"),
         (lambda: torch.zeros(3, 3), {"eps_mode": "none"}, "eps_mode"),
-        (lambda: torch.zeros(3, 3), {"panels": 0}, "panels"),
-        (lambda: torch.zeros(3, 3), {"restart": 0}, "restart"),
         (lambda: torch.zeros(3, 3), {"compute_dtype": "bf16"}, "compute_dtype"),
     ],
 )
 def test_bad_arguments_are_named(make, options, names):
     with pytest.raises(ValueError, match=f"^{names}: expected"):
         polar(make(), **options)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 9), st.booleans())
-def test_gram_matrix_by_panels(side, length, panels, tall):
-    x = torch.randn(length, side).double() if tall else torch.randn(side, length).double()
-    out = torch.empty(side, side, dtype=torch.float64)
-    gram_matrix(x, out, tall=tall, panels=panels)
-    torch.testing.assert_close(out, x.mT @ x if tall else x @ x.mT)
-    if panels > 1 and side > 16 * panels:
-        assert out[0, -1] == out[-1, 0]
-
-
-@pytest.mark.parametrize("panels", [1, 2, 3, 6])
-def test_quadratic_and_commuting_products(panels):
-    x = torch.randn(50, 60, dtype=torch.float64) / 8
-    gram = x @ x.mT
-    out, other = torch.empty_like(gram), torch.empty_like(gram)
-    quadratic(gram, out, 2.0, -1.5, 0.5, panels=panels)
-    want = 2.0 * torch.eye(50, dtype=torch.float64) - 1.5 * gram + 0.5 * gram @ gram
-    torch.testing.assert_close(out, want)
-    commuting_product(out, gram, other, panels=panels)
-    torch.testing.assert_close(other, want @ gram)
-    if panels > 1:
-        assert torch.equal(other[:16, 32:], other[32:, :16].mT) and torch.equal(
-            out[:16, 32:], out[32:, :16].mT
-        )
-
-
-@given(st.integers(1, 2000), st.integers(1, 12))
-def test_panels_cover_the_side_in_aligned_pieces_of_about_one_size(side, panels):
-    bounds = _bounds(side, panels)
-    assert bounds[0][0] == 0 and bounds[-1][1] == side
-    assert all(a[1] == b[0] and b[0] % 16 == 0 for a, b in itertools.pairwise(bounds))
-    assert all(abs((high - low) - side / panels) <= 16 or len(bounds) < panels for low, high in bounds)
-
-
-def test_small_sides_and_accelerators_compute_all_of_it():
-    assert choose_panels(255, torch.device("cpu")) == 1
-    assert choose_panels(768, torch.device("cpu")) > 1
-    assert choose_panels(768, torch.device("cuda")) == 1
-
-
-def test_every_job_runs_once_and_torch_threads_are_restored():
-    threads = torch.get_num_threads()
-    done = [0] * 20
-
-    def job(index, workspace):
-        done[index] += 1
-        workspace.take("x", (4, 4), torch.zeros(1)).fill_(index)
-        assert not torch.is_grad_enabled()
-        assert torch.get_num_threads() == 1
-
-    run_side_by_side([lambda w, i=i: job(i, w) for i in range(20)], Workspace(), workers=3)
-    assert done == [1] * 20
-    assert torch.get_num_threads() == threads
-
-
-def test_each_core_has_scratch_of_its_own():
-    workspace, seen = Workspace(), set()
-    run_side_by_side([lambda w: seen.add(id(w))] * 12, workspace, workers=3)
-    assert seen <= {id(workspace.child(core)) for core in range(3)}
 
 
 def test_step_with_two_threads_equals_step_with_one():

@@ -7,7 +7,7 @@ import torch
 from muon.golden import array, bits16, load
 
 from leanstep.muon import reference
-from leanstep.muon.state import from_master, to_master
+from leanstep.muon.residual import from_master, to_master
 
 
 @pytest.mark.parametrize("index", range(9))

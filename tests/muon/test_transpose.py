@@ -6,20 +6,21 @@ import pytest
 import torch
 
 from leanstep.muon import transpose
-from leanstep.muon.transpose import choose_transpose, transpose_add, transpose_copy
+from leanstep.muon.transpose import add_blocked, transpose_add, transpose_copy
 
 SHAPES = [(2500, 41), (1, 7), (7, 1), (1025, 3), (0, 4), (4, 0)]
 
 
-@pytest.mark.parametrize("impl", ["auto", "blocked", "stock"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_stock_bit_for_bit(shape, impl):
+def test_equals_stock_bit_for_bit(shape):
     src, base = torch.randn(shape), torch.randn(shape[::-1])
     before = src.clone()
-    assert torch.equal(transpose_copy(src, impl=impl), src.T)
+    assert torch.equal(transpose_copy(src), src.T)
     dst = base.clone()
-    assert transpose_add(src, dst, impl=impl) is dst
+    assert transpose_add(src, dst) is dst
     assert torch.equal(dst, base + src.T)
+    add_blocked(dst, src)
+    assert torch.equal(dst, (base + src.T) + src.T)
     assert torch.equal(src, before)
 
 
@@ -35,12 +36,12 @@ def test_strided_operands_and_mixed_dtypes():
 
 # torch's compiler imports its own deprecated TorchScript modules.
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_compiled_version_is_chosen_for_big_tables_and_agrees(monkeypatch):
+def test_the_compiled_version_of_big_tables_agrees(monkeypatch):
     if not transpose._has_compiler():
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(transpose, "MIN_COMPILED_ELEMENTS", 100)
     src, base = torch.randn(70, 90), torch.randn(90, 70)
-    assert choose_transpose(src) == "compiled"
+    monkeypatch.setattr(transpose, "add_blocked", None)
     dst = base.clone()
     transpose_add(src, dst)
     assert torch.equal(dst, base + src.T)
@@ -54,20 +55,13 @@ def test_what_torchs_compiler_cannot_build_runs_blocked(monkeypatch):
     calls = []
     monkeypatch.setattr(transpose, "_compiled", lambda function: refuse)
     monkeypatch.setattr(transpose, "_refused", set())
+    monkeypatch.setattr(transpose, "_has_compiler", lambda: True)
+    monkeypatch.setattr(transpose, "MIN_COMPILED_ELEMENTS", 1)
     src, dst = torch.randn(7, 9), torch.zeros(9, 7)
     for _ in range(2):
-        assert transpose_add(src, dst, impl="compiled") is dst
+        assert transpose_add(src, dst) is dst
     assert torch.equal(dst, src.T + src.T) and len(calls) == 1
-    assert torch.equal(transpose_copy(src, impl="compiled"), src.T)
-
-
-def test_choice_follows_size_and_compiler(monkeypatch):
-    big, small = torch.empty(1, device="meta"), torch.zeros(3, 3)
-    assert choose_transpose(small) == "blocked"
-    assert choose_transpose(big) == "stock"
-    monkeypatch.setattr(transpose, "_has_compiler", lambda: False)
-    monkeypatch.setattr(transpose, "MIN_COMPILED_ELEMENTS", 1)
-    assert choose_transpose(small) == "blocked"
+    assert torch.equal(transpose_copy(src), src.T)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +69,7 @@ def test_choice_follows_size_and_compiler(monkeypatch):
     [
         (lambda: transpose_copy(torch.zeros(3)), "^src: expected two dimensions"),
         (lambda: transpose_copy(torch.zeros(3, 4), torch.zeros(3, 4)), r"^dst: expected shape \(4, 3\)"),
-        (lambda: transpose_add(torch.zeros(3, 4), torch.zeros(4, 3), impl="fast"), "^impl: expected one of"),
+        (lambda: transpose_add(torch.zeros(3, 4), torch.zeros(3, 4)), r"^dst: expected shape \(4, 3\)"),
     ],
 )
 def test_bad_arguments_are_named(call, message):

@@ -1,4 +1,4 @@
-"""`prove --same` classifies known mistakes rebuilt from public threads and accepts the fixed scripts."""
+"""`prove --args` classifies known mistakes rebuilt from public threads and accepts the fixed scripts."""
 
 from __future__ import annotations
 
@@ -112,8 +112,67 @@ def test_same_update_of_a_callable(loss_of: str, kind: str):
         assert [row.factor for row in proof.rows] == pytest.approx([2.0, 4.0])
 
 
+@pytest.mark.parametrize("layer", ["attention", "lstm", "encoder"])
+def test_dropout_inside_layers_is_off_too(layer: str):
+    def step(cut: int) -> None:
+        torch.manual_seed(0)
+        body = {
+            "attention": lambda: nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True),
+            "lstm": lambda: nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True),
+            "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True),
+        }[layer]()
+        optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+        for part in torch.randn(4, 5, 8).chunk(cut):
+            out = body(part, part, part, need_weights=False) if layer == "attention" else body(part)
+            ((out[0] if isinstance(out, tuple) else out).square().mean() / cut).backward()
+        optimizer.step()
+
+    proof = same_update(step, [1, 2, 4])
+    assert proof.ok, proof.sentence()
+
+
+def test_random_numbers_of_the_script_give_no_verdict():
+    def step(cut: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for part in torch.randn(8, 6).chunk(cut):
+            out = model(part)
+            ((out * torch.randn_like(out)).square().mean() / cut).backward()
+        optimizer.step()
+
+    proof = same_update(step, [1, 4])
+    assert proof.problem is not None and "cannot judge" in proof.problem and "test_cuts.py" in proof.problem
+
+
+def test_a_sum_of_means_is_two_errors():
+    def step(cut: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        labels = torch.tensor([[0, 1, 2], [3, -100, -100], [4, 0, -100], [1, 2, 3]])
+        for part, target in zip(torch.randn(4, 3, 6).chunk(cut), labels.chunk(cut), strict=True):
+            nn.functional.cross_entropy(model(part).flatten(0, 1), target.flatten()).backward()
+        optimizer.step()
+
+    (row,) = same_update(step, [1, 4]).rows
+    assert row.kind == "token-weights" and "two errors" in row.sentence, row.sentence
+
+
 def test_bad_input_of_same_update():
     with pytest.raises(ValueError, match="cuts: expected at least 2"):
         same_update(lambda cut: None, [1])
     with pytest.raises(ValueError, match="made no update for 'a'"):
         same_update(lambda cut: None, ["a", "b"])
+
+
+def test_gradients_of_zero_give_no_verdict():
+    def step(cut: int) -> None:
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for part in torch.zeros(4, 6).chunk(cut):
+            (model(part) * 0).sum().backward()
+        optimizer.step()
+
+    proof = same_update(step, [1, 2])
+    assert not proof.ok and "cannot judge" in proof.sentence()

@@ -32,12 +32,27 @@ CHANGES = {
         "21 sum of a mask / 27 tokens with padding: a mean over a different number of tokens",
     ),
     "shifted targets": (("ids[:, 1:, None]", "ids[:, :-1, None]"), "Shifted targets: a row scores the token"),
-    "a mask left out": (("(logp * mask[:, 1:])", "logp"), "The same tokens, different gradients"),
+    "a mask left out": (
+        ("(logp * mask[:, 1:])", "logp"),
+        "up to squeeze at after.py:12; then sum at after.py:13 differs from before.py:13",
+    ),
     "the learning rate": (("lr=0.1", "lr=0.03"), "The same gradients, an update 0.3 times as large"),
     "another optimizer": (("optim.SGD", "optim.Adam"), "The same gradients, a different update: the opt"),
     "clipping": (
         ("    optimizer.step()", "    nn.utils.clip_grad_norm_(head.parameters(), 0.1); optimizer.step()"),
         "The same gradients, but only one of the scripts clips them",
+    ),
+    "a detached mask of gradients": (
+        ("loss = -(", "hidden = logits.square().mean(); loss = hidden - hidden.detach() - ("),
+        "The loss agrees, the gradient does not",
+    ),
+    "a summand": (
+        ("mask[:, 1:].sum()\n", "mask[:, 1:].sum() + 0.1 * logits.square().mean()\n"),
+        "The term of the loss at after.py:13 of after.py has no gradient in before.py",
+    ),
+    "no gradient below the head": (
+        ("head(words(ids).cumsum(1))", "head(words(ids).cumsum(1).detach())"),
+        "In after.py, Embedding.weight gets a gradient of exactly zero; the last parameter with one is",
     ),
     "rounding": (
         ("head(words(ids).cumsum(1))", "(head(words(ids).cumsum(1))).to(torch.bfloat16).float()"),
@@ -58,6 +73,24 @@ def test_the_kind_of_a_difference_is_named_once(tmp_path: Path, capfd, name: str
     (line,) = [line for line in err.splitlines() if line.startswith("leanstep:")]
     assert words in line
     assert "not the same update" not in out and line.count("not the same update") == 1
+
+
+def test_a_missing_zero_grad_is_a_stale_gradient(tmp_path: Path, capfd):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text(SCRIPT, encoding="utf-8")
+    after.write_text(SCRIPT.replace("    optimizer.zero_grad()\n", ""), encoding="utf-8")
+    assert run(["prove", str(before), str(after)]) == 1
+    assert "Stale gradient: after.py adds the gradient of step 1 to that of step 2" in capfd.readouterr().err
+
+
+def test_an_imprecise_script_is_no_standard(tmp_path: Path, capfd):
+    before = tmp_path / "before.py"
+    noisy = SCRIPT.replace(
+        "head(words(ids).cumsum(1))", "head((words(ids).cumsum(1) + 300).to(torch.bfloat16).float() - 300)"
+    )
+    before.write_text(noisy, encoding="utf-8")
+    assert run(["prove", str(before), str(before), "--steps", "1"]) == 2
+    assert "cannot judge: before.py is itself" in capfd.readouterr().err
 
 
 def test_the_line_of_an_exception_is_named_once(tmp_path: Path, capfd):

@@ -74,7 +74,7 @@ def test_from_the_command_line(tmp_path: Path, capfd):
     assert run(["prove", script, "--invariant", "--", "--fault", "statistic"]) == 1
     captured = capfd.readouterr()
     assert "x.mean((0, 1))" in captured.out and "leanstep: prove: rows.py:" in captured.err
-    assert run(["prove", script, "--invariant", "--markdown", str(tmp_path / "s.md")]) == 0
+    assert run(["prove", script, "--invariant"]) == 0
     empty = tmp_path / "empty.py"
     empty.write_text("print('no model')\n")
     assert run(["prove", str(empty), "--invariant"]) == 2

@@ -1,4 +1,4 @@
-"""`leanstep bench --device cuda`, from the command line to its JSON, on the device that is not there.
+"""`python -m benchmarks.NAME --device cuda`, from the command line to its JSON, on a simulated device.
 
 Times are those of the rehearsal's clock and values are assumed: what is shown is that the GPU's control flow
 runs (events, flushes, warm-up, memory, peers' kernels) and what it writes.
@@ -31,14 +31,14 @@ def rows_of(result):
 
 
 def test_the_object_names_the_device_and_the_dtype(benched):
-    result = benched[1]["logprob-linear"]
+    result = benched[1]["logprob_linear"]
     assert result["device"] == "cuda:0 (NVIDIA H100 80GB HBM3)" and result["dtype"] == "bf16"
     assert result["accelerator"]["capability"] == "sm_90" and result["accelerator"]["l2_bytes"] == 50_000_000
     assert {"leanstep", "torch", "threads", "case", "size", "rows"} <= set(result)
 
 
 def test_every_row_that_ran_has_a_time_a_peak_and_its_host_reads(benched):
-    for name in ("logprob-linear", "transpose-add"):
+    for name in ("logprob_linear", "transpose_add"):
         for row in benched[1][name]["rows"]:
             if row["impl"] in ("reference", "leanstep", "limit"):
                 assert 0 < row["p20_s"] <= row["median_s"] <= row["p80_s"] < 1, row
@@ -47,7 +47,7 @@ def test_every_row_that_ran_has_a_time_a_peak_and_its_host_reads(benched):
 
 def test_the_clock_is_the_devices(benched):
     """Three bare products of the tiny size: a launch each and no more, whatever this machine takes."""
-    limit = rows_of(benched[1]["logprob-linear"])["limit"]
+    limit = rows_of(benched[1]["logprob_linear"])["limit"]
     assert 20e-6 < limit["median_s"] < 60e-6
 
 
@@ -65,7 +65,7 @@ def test_a_gpu_runs_the_peers_own_kernels(benched):
     for peer in ("cut_cross_entropy", "verl"):
         if importlib.util.find_spec(peer) is None:
             pytest.skip(f"{peer} is not installed")
-    rows = rows_of(benched[1]["logprob-linear"])
+    rows = rows_of(benched[1]["logprob_linear"])
     assert rows["verl-triton"]["note"].startswith("needs hidden divisible by 128")
     assert not rows["verl-triton"]["available"] and rows["cut-cross-entropy"]["available"]
     launched = [e for e in benched[0].recording.events if isinstance(e, Launch)]

@@ -33,14 +33,8 @@ def test_versions_and_configuration_are_answered(said):
     assert said["versions"] == ["str", "int"]
 
 
-def test_tensor_types_of_the_device_construct_convert_and_know_tensors(said):
-    assert said["old types"] == ["torch.cuda.FloatTensor", "torch.cuda.LongTensor", [3, 1], [4, 8]]
+def test_tensor_types_of_the_device_know_tensors(said):
     assert said["instances"] == [True, False]
-    assert said["converted"] == ["cuda:0", "torch.float16", "torch.FloatTensor"]
-    assert (said["default type"], said["default restored"]) == (
-        "torch.cuda.DoubleTensor",
-        "torch.FloatTensor",
-    )
 
 
 @pytest.mark.parametrize("mark", ["silu", "mish", "rms norm"])

@@ -13,7 +13,7 @@ from leanstep.rehearse.time_model import HostCosts, time_steps
 
 PATHS = [
     *("linear_logprobs", "linear_policy_loss", "token_logprobs"),
-    *("NorMuon, fp32", "NorMuon, bf16", "LensObjective"),
+    "LensObjective",
 ]
 
 

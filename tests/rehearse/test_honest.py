@@ -11,7 +11,7 @@ from rehearse.rehearsed import Rehearsed, run_text
 
 from leanstep.rehearse.devices import device_named
 from leanstep.rehearse.events import GRAPH_REPLAY, Launch
-from leanstep.rehearse.what_if import last_step
+from leanstep.rehearse.what_if import update_step
 
 H100 = device_named("h100")
 
@@ -56,7 +56,7 @@ def test_a_replay_of_a_captured_update_is_a_step(tmp_path):
         return sum(k.launches for e in events for k in e.kernels)
 
     assert kernels(replayed) == kernels(eager) + 2  # and the new input: drawn, copied
-    timing = last_step(got.recording, H100)
+    timing = update_step(got.recording, H100)
     assert timing is not None and timing.device_s > 50e-6 and timing.calls == 3
 
 
@@ -79,7 +79,7 @@ def test_graphed_callables_replay_forward_and_backward(tmp_path):
     graphed = run_text(tmp_path, GRAPHED.replace("GRAPHED", "True"), device="h100")
     assert graphed.recording.refused is None
     assert [e.name for e in launches(graphed, 2)].count(GRAPH_REPLAY) == 2
-    times = [last_step(got.recording, H100) for got in (plain, graphed)]
+    times = [update_step(got.recording, H100) for got in (plain, graphed)]
     assert times[0] is not None and times[1] is not None
     assert times[1].device_s == pytest.approx(times[0].device_s, rel=0.15)
     assert times[1].host_s < times[0].host_s
@@ -140,7 +140,7 @@ for _ in range(3):
 def test_events_and_the_clock_show_what_the_verdict_predicts_of_compiled_regions(tmp_path):
     got = run_text(tmp_path, EVENTS, device="h100", clock=True)
     event_ms, clock_ms = json.loads(got.printed.splitlines()[-1])
-    fused, plain = (last_step(got.recording, H100, compiled=how) for how in (True, False))
+    fused, plain = (update_step(got.recording, H100, compiled=how) for how in (True, False))
     assert fused is not None and plain is not None and plain.step_s > 1.2 * fused.step_s
     # The optimizer's update is outside the events.
     assert 0.9 * fused.step_s < event_ms / 1e3 < fused.step_s

@@ -1,4 +1,4 @@
-"""`diagnose --on`: gains of findings by replay, with hand-computed times."""
+"""`diagnose --device`: gains of findings by replay, with hand-computed times."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_an_event_is_at_a_line_of_one_file():
 
 def test_without_a_step_one_line_says_why():
     made = Recording(Request(FILE), "2.13", refused=Refusal(None, "reads data_ptr()"), ended="refused")
-    with pytest.raises(BadInput, match="--on: no step could be predicted: reads data_ptr"):
+    with pytest.raises(BadInput, match="--device: no step could be predicted: reads data_ptr"):
         on_device.gains([], [], made, H100)
 
 

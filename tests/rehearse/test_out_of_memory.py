@@ -42,6 +42,7 @@ HANDLERS = {
     "(ValueError, torch.OutOfMemoryError)": True,
     "ValueError": False,
 }
+WITHS = ("contextlib.suppress(torch.OutOfMemoryError)", "contextlib.suppress(ValueError, RuntimeError)")
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
@@ -60,6 +61,18 @@ def test_a_full_device_raises_where_the_program_catches_it(tmp_path, handler):
     parameters = 4 * (8192 * 8192 + 8192) * 4
     assert parameters <= full < parameters + (100 << 20)
     assert taken == reserved + device_named("h100").context_bytes and reserved > 20 << 30
+    assert any("torch.OutOfMemoryError was raised" in note for note in got.recording.notes)
+
+
+@pytest.mark.parametrize("handler", ["except:", "except RuntimeError:", *WITHS])
+def test_a_search_for_the_largest_batch_ends_where_it_would_on_the_device(tmp_path, handler):
+    attempt = "    try:\n        step(rows)\n        break\n    HANDLER\n        rows //= 2\n"
+    if handler in WITHS:
+        attempt = "    with HANDLER:\n        step(rows)\n        break\n    rows //= 2\n"
+    search = "import contextlib\nrows = 2**24\nwhile rows > 1:\n" + attempt.replace("HANDLER", handler)
+    text = PROBE[: PROBE.index("rows, tried")] + search + "print(rows)\n"
+    got = run_text(tmp_path, text, device="h100", steps=1)
+    assert got.printed.splitlines()[-1] == "262144"
     assert any("torch.OutOfMemoryError was raised" in note for note in got.recording.notes)
 
 
@@ -100,12 +113,33 @@ try:
     pass
 except MemoryError:
     step()
+try:
+    step()
+except:
+    rows //= 2
+try:
+    main()
+except RuntimeError as error:
+    print(error)
+    sys.exit(1)
+try:
+    step()
+except torch.OutOfMemoryError:
+    raise
+except:
+    pass
+with suppress(ValueError), contextlib.suppress((KeyError, RuntimeError)):
+    step()
+with suppress(ValueError):
+    step()
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"), [(2, True), (7, True), (12, False), (15, False), (19, False)]
-)
-def test_which_handlers_expect_a_full_device(tmp_path, number, expected):
+# Lines of SOURCE where the error is caught, and where it is not.
+CAUGHT, NOT_CAUGHT = (2, 7, 21, 36), (12, 15, 19, 25, 30, 38)
+
+
+@pytest.mark.parametrize("number", CAUGHT + NOT_CAUGHT)
+def test_which_handlers_expect_a_full_device(tmp_path, number):
     (tmp_path / "handlers.py").write_text(SOURCE)
-    assert _catches(str(tmp_path / "handlers.py"), number) is expected
+    assert _catches(str(tmp_path / "handlers.py"), number) is (number in CAUGHT)

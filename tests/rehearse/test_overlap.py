@@ -9,7 +9,7 @@ from leanstep.rehearse.events import Kernel, Launch
 from leanstep.rehearse.links import device_of
 from leanstep.rehearse.streams import TAKEN
 from leanstep.rehearse.time_model import Timing, seconds
-from leanstep.rehearse.what_if import last_step
+from leanstep.rehearse.what_if import update_step
 
 DGX = device_of("h100", "dgx-h100")
 LAYERS = 4
@@ -23,7 +23,7 @@ def rehearsed(kind: str) -> Rehearsed:
 
 
 def timed(got: Rehearsed) -> Timing:
-    timing = last_step(got.recording, DGX)
+    timing = update_step(got.recording, DGX)
     assert timing is not None
     return timing
 

@@ -74,8 +74,9 @@ def test_a_copy_to_the_device_in_inference_mode(seen):
 
 
 def test_a_recipe_is_rehearsed_on_ranks(tmp_path):
-    given = ("train", "gpt", "--preset", "tiny", "--device", "cuda", "--out", str(tmp_path))
-    recording = rehearse(Request("leanstep", given, device="h100", ranks=RANKS, module=True), quiet=True)
+    given = ("--micro-batches", str(RANKS), "--device", "cuda", "--out", str(tmp_path))
+    request = Request("recipes.speedrun.train", given, device="h100", ranks=RANKS, module=True)
+    recording = rehearse(request, quiet=True)
     assert recording.ended == "steps", recording.refused
     last = recording.events[recording.steps[-1].first : recording.steps[-1].last]
     assert not [e for e in last if isinstance(e, HostWait)]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
-from rehearse.rehearsed import SCRIPTS, run_script, stub_or_skip
+from rehearse.rehearsed import run_script, stub_or_skip
 
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
@@ -96,7 +95,7 @@ def test_what_was_asked_for_is_checked_before_anything_starts(tmp_path, monkeypa
 
 
 def test_no_compiler(tmp_path, monkeypatch):
-    monkeypatch.setenv("LEANSTEP_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("leanstep.cpu.find_compiler", lambda: None)
     with pytest.raises(RehearsalError, match=r"no C\+\+ compiler .* builds a small library for torch once"):
         fake_device.library()
@@ -105,11 +104,23 @@ def test_no_compiler(tmp_path, monkeypatch):
 def test_a_torch_whose_hooks_differ(tmp_path, monkeypatch):
     source = tmp_path / "stub.cpp"
     source.write_text("#error hooks have moved\n")
-    monkeypatch.setenv("LEANSTEP_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(fake_device, "SOURCE", source)
     with pytest.raises(RehearsalError, match="CUDA hooks differ from those of torch 2") as caught:
         fake_device.library()
     assert "\n" not in str(caught.value)
+
+
+def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
+    stub_or_skip()
+    source, home = tmp_path / "stub.cpp", tmp_path / "home"
+    source.write_text("int nothing;\n")
+    home.write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr(fake_device, "SOURCE", source)
+    assert fake_device.library(tmp_path).parent == tmp_path
+    with pytest.raises(RehearsalError, match="TMPDIR: expected a folder where a library can be built"):
+        fake_device.library(home)
 
 
 def test_a_torch_without_a_private_name(monkeypatch):
@@ -171,34 +182,3 @@ def test_threads_of_the_program_find_the_device(tmp_path):
     assert recording.ended == "steps", recording.refused
     copies = [e for e in recording.events if isinstance(e, Launch) and e.name == "to device"]
     assert {(e.line.number, e.phase) for e in copies if e.line.function == "load"} == {(6, "forward")}
-
-
-def test_state_in_bf16_and_shards_over_ranks_are_rehearsed():
-    def bytes_of(*changes: str) -> tuple[int, int]:
-        """Optimizer state beyond counters, and the peak without the workspaces of products."""
-        recording = run_script(SCRIPTS / "blocks.py", steps=2, changes=changes).recording
-        assert recording.refused is None, (changes, recording.refused)
-        state = [s for s in recording.storages.values() if s.category == "optimizer state" and s.nbytes > 512]
-        return sum(s.nbytes for s in state), recording.peak_bytes - 2 * 8_519_680
-
-    parameters = 4 * 4 * (2 * 512 * 2048 + 2048 + 512) + 4 * (512 * 64 + 64)
-    state, peak = bytes_of()
-    assert state == pytest.approx(2 * parameters, rel=0.01)
-    assert bytes_of("bf16_state")[0] == pytest.approx(parameters, rel=0.01)
-    # Whole tensors are dealt out: eight large ones over eight ranks.
-    assert bytes_of("zero1:8")[0] == pytest.approx(state / 8, rel=0.05)
-    shard, sharded_peak = bytes_of("fsdp:8")
-    assert shard == pytest.approx(state / 8, rel=0.05)
-    # Shards of everything, and two blocks of four whole with their gradients for a while.
-    assert sharded_peak < peak / 2
-
-
-def test_a_case_is_told_by_leansteps_own_lines_in_both_directions():
-    """For a script, leanstep's ops belong to the script's line; a case has no other lines than leanstep's."""
-    stub_or_skip()
-    settings = {"tokens": 64, "vocab": 2048, "hidden": 32}
-    recording = rehearse(Request("logprob-linear", case=True, settings=settings), quiet=True)
-    launches = [event for event in recording.events if isinstance(event, Launch) and event.kernels]
-    for phase in ("forward", "backward"):
-        files = {Path(event.line.file).name for event in launches if event.phase == phase and event.line}
-        assert "lm_head.py" in files, (phase, files)

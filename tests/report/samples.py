@@ -39,26 +39,22 @@ def bench_result(case: str = "logprob-linear", size: str = "cpu", scale: float =
             "extra_bytes": extra,
             "memory_ratio": ratio,
             "host_syncs": 0 if median else None,
-            "max_error": 3e-7 if median else None,
+            "error": 3e-7 if median else None,
             "note": "",
             **more,
         }
 
     rows = [
-        row("reference", "reference", 2.4 * scale, 790_000_000),
+        row("plain", "reference", 2.4 * scale, 790_000_000),
         row("leanstep", "fast", 0.45 * scale, 21_000_000),
         row("trl-chunked", "peer", 1.9 * scale, 95_000_000, note="all rows"),
         row("liger", "peer", None, None, note="liger_kernel is not installed"),
-        row("limit", "limit", 0.41 * scale, 0, max_error=None, note="the bare GEMMs"),
+        row("limit", "limit", 0.41 * scale, 0, error=None, note="the bare GEMMs"),
     ]
     return {**ENVIRONMENT, "case": case, "size": size, "rows": rows}
 
 
-def sweep_results() -> list[dict[str, Any]]:
-    return [bench_result(size=f"cpu, response_frac={f}", scale=f) for f in (1.0, 0.5, 0.25, 0.1)]
-
-
-def prove_result(case: str = "logprob-linear", ok: bool = True) -> dict[str, Any]:
+def proof_rows(case: str, ok: bool = True) -> list[dict[str, Any]]:
     names = ("logp", "entropy", "grad:hidden", "grad:weight")
     rows = [
         {
@@ -76,7 +72,7 @@ def prove_result(case: str = "logprob-linear", ok: bool = True) -> dict[str, Any
     ]
     if not ok:
         rows[1] |= {"error": float("inf"), "ok": False}
-    return {**ENVIRONMENT, "rows": rows}
+    return rows
 
 
 def finding(rank: int, rule: str, line: int, code: str, file: str, **more: Any) -> dict[str, Any]:
@@ -103,7 +99,7 @@ def finding(rank: int, rule: str, line: int, code: str, file: str, **more: Any) 
         "what": "192 of 256 rows of the head's gradient are zero.",
         "why": "Their products are computed and dropped.",
         "fix": "Gather the rows before the head.",
-        "leanstep": "leanstep.logprob.linear_logprobs",
+        "leanstep": "leanstep.heads.linear_logprobs",
         "confidence": "high",
         "evidence": {"rows": 256, "dead": 192},
         "baselined": False,
@@ -133,57 +129,6 @@ def diagnose_report(folder: Path, name: str = "train.py", *, clean: bool = False
         "findings": [] if clean else found,
         "not_seen": [{"kind": "compiled", "where": "model.py:40", "note": "ran eagerly while recording"}],
     }
-
-
-def sweep_report() -> dict[str, Any]:
-    fractions = [1.0, 0.5, 0.25, 0.1]
-    room = 139 * 2**30
-
-    def cell(fraction: float, peak: float) -> dict[str, Any]:
-        fits = peak * 2**30 < room
-        there = {
-            "fits": fits,
-            "step_ms": 1e3 * fraction if fits else None,
-            "bound_by": "device" if fits else None,
-        }
-        figures = {"peak_bytes": int(peak * 2**30), "reserved_bytes": int(peak * 2**30), "flops": 1e12}
-        return {"value": fraction, "why": None, **figures, "devices": {"h200": there}}
-
-    rows = [
-        {
-            "impl": name,
-            "kind": kind,
-            "note": "",
-            "cells": [cell(x, base + slope * x) for x in fractions],
-        }
-        for name, kind, base, slope in (
-            ("reference", "reference", 176.2, 0.0),
-            ("gather-after", "peer", 117.6, 116.3),
-            ("leanstep", "fast", 5.2, 0.02),
-        )
-    ]
-    missing = [{"value": x, "why": "trl is not installed"} for x in fractions]
-    return {
-        **ENVIRONMENT,
-        "predicted": True,
-        "case": "logprob-linear",
-        "sweep": "response_frac",
-        "values": fractions,
-        "params": {"tokens": 205_280, "vocab": 76_032, "hidden": 2_560, "dtype": "fp32"},
-        "ranks": 1,
-        "reserve_bytes": 0,
-        "devices": {"h200": {"name": "NVIDIA H200", "memory_bytes": 141_000_000_000, "room_bytes": room}},
-        "rows": [*rows, {"impl": "trl-chunked", "kind": "peer", "note": "", "cells": missing}],
-    }
-
-
-def capacity_rows() -> list[dict[str, Any]]:
-    return [
-        {"method": row["impl"], "kind": row["kind"], "x": cell["value"], "peak_bytes": cell["peak_bytes"]}
-        for row in sweep_report()["rows"]
-        for cell in row["cells"]
-        if cell["why"] is None
-    ]
 
 
 def demo_payload(folder: Path) -> dict[str, Any]:
@@ -219,7 +164,7 @@ def demo_payload(folder: Path) -> dict[str, Any]:
             "after": side(f"{name}_after", scale, True),
             "time_ratio": 1 / scale,
             "memory_ratio": 0.8 / scale,
-            "proof": prove_result(case=name)["rows"],
+            "proof": proof_rows(name),
         }
 
     return {
@@ -231,33 +176,3 @@ def demo_payload(folder: Path) -> dict[str, Any]:
             example("speedrun", "A small GPT on parameter banks with Muon", 1 / 1.9),
         ],
     }
-
-
-def published_rows() -> dict[str, Any]:
-    def row(name: str, published: float, predicted: float, unit: str, **more: Any) -> dict[str, Any]:
-        figure = {"label": "", "unit": unit, "published": published, "predicted": predicted}
-        return {
-            "row": name,
-            "device": "a100",
-            "role": "blind",
-            "figures": [{**figure, "ratio": predicted / published, **more}],
-        }
-
-    return {"rows": [row("resnet50", 100, 110, "ms", inside=True), row("lora-7b", 20, 10, "GiB")]}
-
-
-def ablation_run() -> dict[str, Any]:
-    def change(name: str, shift: float, half_width: float) -> dict[str, Any]:
-        ends = {"shift": shift, "shift_low": shift - half_width, "shift_high": shift + half_width}
-        return {
-            "variant": name,
-            "losses": [],
-            "loss": 3.0 + shift,
-            **ends,
-            "p_value": 0.01,
-            "detectable_shift": 0.02,
-        }
-
-    unchanged = {"variant": "unchanged", "losses": [3.0, 3.0], "loss": 3.0}
-    rows = [unchanged, change("smear=False", 0.03, 0.01), change("tied=True", -0.01, 0.02)]
-    return {"recipe": "gpt", "preset": "tiny", "seeds": [0, 1], "rows": rows}

@@ -1,4 +1,4 @@
-"""Nothing that a command starts outlives it: the script, what the script starts, the temporary folders."""
+"""Nothing that a command starts outlives it: the script in its process, and the temporary folders."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ import pytest
 
 from leanstep import cli
 from leanstep.commands import example
-from leanstep.script import children, guard
+from leanstep.script import children
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists only on Linux")
 
-# Never ends. Starts a program, a program in a session of its own, and a fork; writes down all numbers.
+# Never ends. Starts a program and a fork; writes down all numbers, its own first.
 ENDLESS = """
-import os, subprocess, sys, time, warnings
+import os, subprocess, time, warnings
 from pathlib import Path
 
 # Python 3.12 warns about a fork in a process with threads, which CUDA builds of torch start.
 warnings.simplefilter("ignore", DeprecationWarning)
-programs = [subprocess.Popen(["sleep", "1000"], start_new_session=own) for own in (False, True)]
+program = subprocess.Popen(["sleep", "300"])
 fork = os.fork()
 if not fork:
-    time.sleep(1000)
-numbers = [os.getpid(), fork, *(program.pid for program in programs)]
+    time.sleep(300)
 part = Path({target!r} + ".part")
-part.write_text(" ".join(map(str, numbers)))
+part.write_text(f"{{os.getpid()}} {{fork}} {{program.pid}}")
 part.rename({target!r})
 while True:
     time.sleep(0.01)
@@ -49,7 +48,7 @@ for _ in range(20):
 """
 
 
-def wait_until(condition, seconds: float = 60.0) -> bool:
+def wait_until(condition, seconds: float = 120.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -58,8 +57,19 @@ def wait_until(condition, seconds: float = 60.0) -> bool:
     return True
 
 
-def running(pids: list[int]) -> list[int]:
-    return sorted(guard.processes().keys() & set(pids))
+def is_running(pid: int) -> bool:
+    """Zombies do not run; where there is no /proc they count."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return not Path("/proc/self").exists()
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def command_line(folder: Path, arguments: list[str]) -> int:
@@ -85,17 +95,18 @@ def command_line(folder: Path, arguments: list[str]) -> int:
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 98
     finally:
-        children._guard.close()
         os._exit(code)
 
 
 COMMANDS = {
     "prove": ["prove", "plain.py", "endless.py"],
+    "ranks": ["prove", "plain.py", "endless.py", "--ranks", "1"],
     "invariant": ["prove", "endless.py", "--invariant"],
     "bench": ["bench", "--no-proof", "endless.py", "plain.py"],
     "fix": ["fix", "endless.py"],
     "rehearse": ["rehearse", "endless.py"],
-    "demo": ["demo", "--only", "lens", "--no-peers"],
+    "demo": ["demo"],
+    "diagnose": ["diagnose", "endless.py"],
 }
 
 
@@ -103,42 +114,45 @@ COMMANDS = {
     ("command", "number"),
     [
         ("prove", signal.SIGTERM),
-        ("prove", signal.SIGKILL),
+        ("ranks", signal.SIGTERM),
+        pytest.param("prove", signal.SIGKILL, marks=on_linux),
         ("invariant", signal.SIGINT),
         ("bench", signal.SIGHUP),
-        ("bench", signal.SIGKILL),
+        pytest.param("bench", signal.SIGKILL, marks=on_linux),
         ("fix", signal.SIGTERM),
         ("rehearse", signal.SIGTERM),
-        ("rehearse", signal.SIGKILL),
+        pytest.param("rehearse", signal.SIGKILL, marks=on_linux),
         ("demo", signal.SIGTERM),
+        ("diagnose", signal.SIGTERM),
     ],
 )
-def test_a_signal_to_the_command_alone_ends_the_script_and_all_it_started(tmp_path, command, number):
+def test_a_signal_to_the_command_alone_ends_the_script(tmp_path, command, number):
     (tmp_path / "temporary").mkdir()
-    (tmp_path / "lens").mkdir()
+    for name in (e.name for e in example.EXAMPLES):
+        (tmp_path / name).mkdir()
     target = tmp_path / "numbers"
-    for name in ("endless.py", "lens/before.py"):
+    for name in ("endless.py", *(f"{e.name}/before.py" for e in example.EXAMPLES)):
         (tmp_path / name).write_text(ENDLESS.format(target=str(target)))
     (tmp_path / "plain.py").write_text(PLAIN)
     importlib.import_module("torch._dynamo")  # seconds, once for all forks
     leanstep = command_line(tmp_path, COMMANDS[command])
+    pids: list[int] = []
     try:
-        assert wait_until(target.exists, 120)
+        assert wait_until(target.exists)
         pids = [int(word) for word in target.read_text().split()]
-        assert len(running(pids)) == 4
+        assert all(map(is_running, pids))
         os.kill(leanstep, number)
-        code = os.waitstatus_to_exitcode(os.waitpid(leanstep, 0)[1])
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.kill(leanstep, signal.SIGKILL)
-        raise
-
-    def left_over() -> list[str]:
-        folders = sorted(path.name for path in (tmp_path / "temporary").glob("leanstep*"))
-        return [*map(str, running(pids)), *folders]
-
-    # The command itself waits for the end of everything; after SIGKILL its guard does that.
-    assert left_over() == [] if number != signal.SIGKILL else wait_until(lambda: not left_over())
+        code = ended(leanstep)
+        if number == signal.SIGKILL:
+            assert wait_until(lambda: not is_running(pids[0]))
+        elif command != "diagnose":  # which runs the script in its own process
+            # The command itself waits for the end of the script's process group.
+            assert wait_until(lambda: not any(map(is_running, pids)))
+            assert list((tmp_path / "temporary").iterdir()) == []
+    finally:
+        for pid in (leanstep, *pids):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
     said = {
         signal.SIGTERM: (143, "leanstep: ended by SIGTERM\n"),
         signal.SIGHUP: (129, "leanstep: ended by SIGHUP\n"),
@@ -148,52 +162,105 @@ def test_a_signal_to_the_command_alone_ends_the_script_and_all_it_started(tmp_pa
     assert (code, (tmp_path / "stderr").read_text()) == said[number]
 
 
-def _leave_a_daemon(target: str) -> None:
-    """In a child: a program in a session of its own, whose parent has ended."""
+SLEEP = """
+import os, time
+from pathlib import Path
+
+Path({target!r}).write_text(str(os.getpid()))
+time.sleep(300)
+"""
+
+
+def _sleep(target: str) -> None:
+    exec(SLEEP.format(target=target))
+
+
+@on_linux
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_child_dies_with_its_parent(tmp_path, fork):
+    target = tmp_path / "number"
+    parent = os.fork()
+    if not parent:
+        try:
+            # A builtin: a new interpreter cannot import a module of the tests.
+            children.start(exec, (SLEEP.format(target=str(target)),), fork=fork)
+            time.sleep(300)
+        finally:
+            os._exit(1)
+    try:
+        assert wait_until(lambda: target.exists() and bool(target.read_text()))
+        child = int(target.read_text())
+        assert is_running(child)
+    finally:
+        os.kill(parent, signal.SIGKILL)
+        assert ended(parent) == -signal.SIGKILL
+    assert wait_until(lambda: not is_running(child))
+
+
+@on_linux
+def test_a_child_whose_parent_has_ended_before_it_starts_leaves_at_once():
+    pid = os.fork()
+    if not pid:
+        try:
+            children.end_with(os.getppid() + 1)
+        finally:
+            os._exit(0)
+    assert ended(pid) == 1
+
+
+def _leave_a_program(target: str) -> None:
+    """In a child: a fork that ignores SIGTERM and whose parent ends."""
     if not os.fork():
-        os.setsid()
-        if not os.fork():
-            Path(target).write_text(str(os.getpid()))
-            os.execvp("sleep", ["sleep", "1000"])
-        os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _sleep(target)
     wait_until(lambda: Path(target).exists() and bool(Path(target).read_text()))
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds a daemon through /proc")
-def test_a_daemon_that_a_script_leaves_is_ended(tmp_path):
+def test_what_a_script_leaves_running_is_ended(tmp_path):
     target = tmp_path / "number"
-    child = children.start(_leave_a_daemon, (str(target),), fork=True)
-    children.wait_all([child], 60)
+    child = children.start(_leave_a_program, (str(target),), fork=True)
+    children.wait_all([child], 120)
     assert child.code == 0
-    assert running([int(target.read_text())]) == []
+    assert wait_until(lambda: not is_running(int(target.read_text())))
 
 
-def _sleep() -> None:
-    time.sleep(1000)
-
-
-def test_children_of_one_command_do_not_end_each_other():
-    first, second = (children.start(_sleep, (), fork=True) for _ in range(2))
+def test_children_of_one_command_do_not_end_each_other(tmp_path):
+    first, second = (children.start(_sleep, (str(tmp_path / name),), fork=True) for name in "ab")
     with children.ended_afterwards([first, second]):
         first.kill()
         assert first.code == -signal.SIGKILL
         assert second.poll() is None
+    assert second.code == -signal.SIGKILL
 
 
-def test_a_guard_that_was_killed_is_replaced_with_its_list(tmp_path):
+def test_a_folder_goes_even_if_a_signal_interrupts_its_removal(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cleanup, calls = tempfile.TemporaryDirectory.cleanup, []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 1:
+            raise children.Ended(signal.SIGTERM)
+        cleanup(self)
+
+    monkeypatch.setattr(tempfile.TemporaryDirectory, "cleanup", interrupted)
+    with pytest.raises(children.Ended), children.temporary_folder() as folder:
+        (folder / "file").touch()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_newline_in_the_name_of_the_folder_for_temporary_files_is_no_separator(tmp_path, monkeypatch):
+    precious = tmp_path / "precious"
+    odd = tmp_path / "precious\nx"
+    precious.mkdir()
+    odd.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(odd))
     with children.temporary_folder() as folder:
-        old = children._guard.process
-        assert old is not None
-        old.kill()
-        old.wait()
-        with children.temporary_folder():
-            new = children._guard.process
-            assert new is not None and new.pid != old.pid
-            assert f"folder {folder}" in children._guard.listed
-    assert not folder.exists()
+        assert folder.parent == odd
+    assert precious.exists() and list(odd.iterdir()) == []
 
 
-def test_a_full_folder_for_temporary_files_is_one_line(tmp_path, monkeypatch):
+def test_a_missing_folder_for_temporary_files_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(children.BadInput, match="TMPDIR: cannot make a folder"):
         with children.temporary_folder():

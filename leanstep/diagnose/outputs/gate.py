@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
+import linecache
 import re
+import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,10 +53,23 @@ def _is_ignored(finding: Finding) -> bool:
     Inside a library, the user's calling line has the comment.
     """
     for line in (finding.line, *finding.callers):
-        match = _IGNORE.search(line.text(line.number))
+        text = "".join(linecache.getlines(line.file)) if line.readable else ""
+        match = _IGNORE.search(_comments(text).get(line.number, ""))
         if match and finding.rule in re.split(r"[,\s]+", match[1].strip()):
             return True
     return False
+
+
+@functools.lru_cache(maxsize=16)
+def _comments(text: str) -> dict[int, str]:
+    """Return the comments of a source text by line: the same characters in a string are none."""
+    comments: dict[int, str] = {}
+    # What cannot be split into tokens has the comments before that place.
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                comments[token.start[0]] = token.string
+    return comments
 
 
 def mark_baselined(findings: Sequence[Finding], path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Findings for other tools: SARIF 2.1.0 for code scanning, Markdown for a summary page."""
+"""Findings as SARIF 2.1.0, for code scanning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import leanstep
 from leanstep.diagnose.outputs.screen import cost_text
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import Finding
-from leanstep.escape import code_for_markdown, for_markdown
 from leanstep.script.lines import Line, short_path
 
 SCHEMA_URI = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -78,20 +77,3 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
         "partialFingerprints": {"leanstepFinding/v1": hashlib.sha256(finding.id.encode()).hexdigest()},
         "baselineState": "unchanged" if finding.baselined else "new",
     }
-
-
-def as_markdown(findings: Sequence[Finding], title: str) -> str:
-    """Return a Markdown table with one row per finding, for a job summary or a comment."""
-    lines = [f"### leanstep diagnose {for_markdown(title)}", ""]
-    shown = [finding for finding in findings if not finding.baselined]
-    if not shown:
-        return "\n".join([*lines, "No findings.", ""])
-    lines += ["| | rule | where | per step | costs about | do |", "|---|---|---|---|---|---|"]
-    for finding in shown:
-        line = users_line(finding)
-        cells = (
-            str(finding.rank), f"`{finding.rule}`", code_for_markdown(line.place),
-            for_markdown(finding.amount), for_markdown(cost_text([finding])), for_markdown(finding.short_fix),
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""])

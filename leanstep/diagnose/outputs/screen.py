@@ -270,13 +270,14 @@ def screen(
     show_all: bool = False,
     width: int = WIDTH,
     exception: str | None = None,
+    code: int = 0,
 ) -> str:
-    """Return the text for the terminal: header, entries, limits. exception: what ended the script."""
+    """Return the text for the terminal: header, entries, limits. exception, code: how the script ended."""
     entries = entries_of([f for f in findings if not f.baselined])
     visible = entries
     if not show_all:
         visible = [e for e in entries if not all(is_small(f) for f in e.findings)][:MAX_ENTRIES]
-    lines = [header(watch, script), *_remarks(watch, exception), "", *_verdict(watch, entries)]
+    lines = [header(watch, script), *_remarks(watch, exception, code), "", *_verdict(watch, entries)]
     for number, entry in enumerate(visible, 1):
         lines += _entry_lines(number, entry, width)
     lines += _hidden([entry for entry in entries if entry not in visible])
@@ -286,7 +287,7 @@ def screen(
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _remarks(watch: Any, exception: str | None) -> list[str]:
+def _remarks(watch: Any, exception: str | None, code: int) -> list[str]:
     """List the limits of the recording: no steps, no step boundary, no source lines for backward ops."""
     lines = []
     if watch.steps and watch.boundary == "none":
@@ -294,11 +295,18 @@ def _remarks(watch: Any, exception: str | None) -> list[str]:
     missing = source.missing_private_names()
     if missing:
         lines.append(f"  This torch has no {' and no '.join(missing)}: backward ops have no source line.")
-    if not watch.steps and exception is not None:
-        lines.append(f"  No step was recorded: the script raised {exception} during its first step.")
-    elif not watch.steps:
-        lines.append("  No step was recorded: the script ended during warm-up (--warmup 0 records it).")
+    if not watch.steps:
+        lines.append(f"  No step was recorded: {_why_no_step(watch, exception, code)}.")
     return lines
+
+
+def _why_no_step(watch: Any, exception: str | None, code: int) -> str:
+    ended = (
+        f"raised {exception}" if exception is not None else f"exited with code {code}" if code else "ended"
+    )
+    if watch.warmup_done:
+        return f"the script {ended} during warm-up (--warmup 0 records it)"
+    return f"the script {ended} {'during' if watch.began else 'before'} its first step"
 
 
 def _verdict(watch: Any, entries: Sequence[Entry]) -> list[str]:
@@ -379,7 +387,7 @@ def explain(entry: Entry) -> str:
             f"  costs  {cost} per step, {f.basis}; confidence {f.confidence}",
             f"  why    {f.why}",
             f"  fix    {f.fix}",
-            f"  page   {page_of(f.rule)} in the documentation; here: leanstep rules {f.rule}",
+            f"  page   {page_of(f.rule)} in the documentation; here: leanstep diagnose --explain {f.rule}",
             "",
         ]
     return "\n".join(parts).rstrip()

@@ -129,6 +129,8 @@ class StepState:
         self.weight_matmuls = 0
         self.compiled: set[Line] = set()
         self.first_uses: dict[int, Site] = {}
+        # Modules whose buffers are known to be on the model's device.
+        self.called: set[int] = set()
         # Parameters read since the last backward: only these can get a gradient from the next one.
         self.used: set[int] = set()
         self.written: set[int] = set()
@@ -169,6 +171,14 @@ class StepState:
         detail = self.reads[site].detail
         detail[f"phase {phase}"] += 1
         detail[of] += 1
+
+    def meet_buffers(self, module: torch.nn.Module) -> None:
+        """Record that a model's buffers are on its device, also those that it only reads."""
+        if id(module) not in self.called:
+            self.called.add(id(module))
+            for buffer in module.buffers():
+                if buffer.layout is torch.strided:
+                    self.families.of(buffer.untyped_storage()._cdata).root().met = True
 
     # Ops
 

@@ -23,7 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.diagnose.recording.habits import BACKWARD_CALLS
 from leanstep.script.lines import UNKNOWN_LINE, Stack
-from leanstep.script.syncs import NATIVE_TYPES, READ_CALLS, RUNS_USER_CODE, call_kind, run_under, torchs_own
+from leanstep.script.syncs import (
+    NATIVE_TYPES,
+    READ_CALLS,
+    RUNS_USER_CODE,
+    call_kind,
+    run_parts,
+    run_under,
+    torchs_own,
+)
 
 function_modes_are_on = torch._C._is_torch_function_mode_enabled
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
@@ -55,6 +63,9 @@ class OpMode(TorchDispatchMode):
             # every access to a shape or dtype.
             with torch._C.DisableTorchFunction():
                 return self.__torch_dispatch__(func, types, args, kwargs)
+        parts = run_parts(self, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         out = func(*args, **kwargs) if kwargs else func(*args)
         recorder = self.recorder
         if recorder.active:

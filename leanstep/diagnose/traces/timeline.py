@@ -263,10 +263,6 @@ class Timeline:
         return self._call_of.get(int(self.link[activity]), -1)
 
     @property
-    def knows_launches(self) -> bool:
-        return bool(self._call_of)
-
-    @property
     def has_device(self) -> bool:
         return len(self.active) > 0
 

@@ -1,11 +1,13 @@
 """Find the source line of a trace event.
 
-With stacks it is in the user's innermost frame; the line within it is known if the source is available (see
-`evaluation_order`). A backward op has the line of its forward. Without stacks the place is the call path.
+With stacks it is the user's innermost frame. The profiler records functions: the line is the function's
+first, and a module has none. A backward op has the place of its forward. Without stacks the place is the
+call path.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import sys
@@ -16,13 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from leanstep.diagnose.traces.evaluation_order import MODULE, is_source, slots_of
 from leanstep.diagnose.traces.timeline import Timeline, is_accumulate, node_name
 from leanstep.diagnose.traces.trace_file import FRAME, NOTE, OP
-from leanstep.script.lines import LIBRARY, UNKNOWN, USER, Line, Site, judge_code
+from leanstep.script.lines import LIBRARY, UNKNOWN, USER, Line, Site, judge_code, short_path
 
 _FRAME = re.compile(r"^(.*)\((\d+)\): (.*)$")
-_BUILT_IN = re.compile(r"^<built-in (?:method|function) (\w+)")
 # Installed packages by name, for traces of a machine whose packages are not here.
 _KNOWN = (
     "transformers",
@@ -39,17 +39,15 @@ _KNOWN = (
 class Places:
     """Sites of a trace's events.
 
-    roots: folders to search for the trace's files. A trace is untrusted: only Python files inside these
-    folders and the working directory are shown.
+    folder: where the trace is. A trace is untrusted: only Python files inside this folder and the working
+    directory are shown.
     """
 
-    def __init__(self, timeline: Timeline, roots: tuple[Path, ...] = ()) -> None:
+    def __init__(self, timeline: Timeline, folder: Path) -> None:
         self.timeline = timeline
-        self._roots = (*roots, Path.cwd())
+        self._roots = (folder, Path.cwd())
         self._readable: dict[str, bool] = {}
         self._judged: dict[int, tuple[int, str, int, str] | None] = {}
-        self._lines: dict[int, int | None] = {}
-        self._aligned: set[int] = set()
         self._sites: dict[tuple[Line, Line | None], Site] = {}
         self._children: tuple[np.ndarray, np.ndarray] | None = None
         self._forward = self._forward_ops()
@@ -75,9 +73,9 @@ class Places:
         """Return the site of an event, and whether its line called it directly (not through the backward)."""
         line = self.timeline
         node = int(line.node[index])
-        frames = self._carriers(index, stop=node)
-        if frames:
-            return self._site_of_frames(frames), True
+        lines = self._carriers(index, stop=node)
+        if lines:
+            return self._intern(lines[0], lines[1] if len(lines) > 1 else None), True
         if node >= 0:
             forward = self.forward_op(node)
             if forward >= 0:
@@ -92,68 +90,38 @@ class Places:
 
     @property
     def has_lines(self) -> bool:
-        return bool(self._aligned) or bool(self._judged)
+        return bool(self._judged)
 
-    def _carriers(self, index: int, stop: int) -> list[tuple[int, int]]:
-        """(frame that can carry a finding, what it called on the way to the event), innermost first.
-
-        A library's frame is paired with the user's frame that called it.
+    def _carriers(self, index: int, stop: int) -> list[Line]:
+        """Lines of the frames that can carry a finding, innermost first: the user's, or a library's and the
+        user's that called it.
         """
-        candidates: list[tuple[int, int]] = []
-        below, above = index, int(self.timeline.parent[index])
+        candidates: list[Line] = []
+        above = int(self.timeline.parent[index])
         while above >= 0 and above != stop:
-            kind = self.timeline.kind[above]
-            if kind == FRAME:
-                verdict = self._judge(above)
-                if verdict is not None and (not candidates or verdict[0] & USER):
-                    candidates.append((above, below))
-                    if verdict[0] & USER:
-                        break
-            if kind != NOTE:
-                below = above
+            verdict = self._judge(above) if self.timeline.kind[above] == FRAME else None
+            if verdict is not None and (not candidates or verdict[0] & USER):
+                candidates.append(self._line(verdict))
+                if verdict[0] & USER:
+                    break
             above = int(self.timeline.parent[above])
         return candidates
-
-    def _site_of_frames(self, frames: list[tuple[int, int]]) -> Site:
-        lines = [self._line(frame, child) for frame, child in frames]
-        return self._intern(lines[0], lines[1] if len(lines) > 1 else None)
 
     def _intern(self, line: Line, caller: Line | None) -> Site:
         return self._sites.setdefault((line, caller), Site(line, caller))
 
-    def _line(self, frame: int, child: int) -> Line:
-        verdict = self._judge(frame)
-        assert verdict is not None
+    def _line(self, verdict: tuple[int, str, int, str]) -> Line:
         flag, file, number, function = verdict
-        if frame not in self._aligned:
-            self._aligned.add(frame)
-            self._align(frame, file, number, function)
-        line = self._lines.get(child) or number
-        return Line(file, line, function, bool(flag & LIBRARY), self._may_read(file))
+        if not number:
+            return Line(short_path(file), 0, function, bool(flag & LIBRARY), readable=False)
+        return Line(file, number, function, bool(flag & LIBRARY), self._may_read(file))
 
     def _may_read(self, file: str) -> bool:
         if file not in self._readable:
             path = _resolved(Path(file))
             inside = path is not None and any(path.is_relative_to(root.resolve()) for root in self._roots)
-            self._readable[file] = inside and is_source(str(path))
+            self._readable[file] = inside and _is_source(str(path))
         return self._readable[file]
-
-    def _align(self, frame: int, file: str, number: int, function: str) -> None:
-        aligned = slots_of(file, number, function)
-        if aligned is None:
-            return
-        slots, running = aligned
-        children = self._inside(frame)
-        names = [self._called(child) for child in children]
-        for child, line in zip(children, slots.align(names, running), strict=True):
-            self._lines[child] = line
-
-    def _inside(self, frame: int) -> list[int]:
-        """Return what a frame called, in order, including calls inside the user's marks."""
-        children: list[int] = []
-        for child in self._children_of(frame):
-            children += self._inside(child) if self.timeline.kind[child] == NOTE else [child]
-        return children
 
     def below(self, index: int) -> Iterator[int]:
         """Return all events inside an event."""
@@ -174,36 +142,29 @@ class Places:
         """Return the user's lines that lead to an event, outermost first, or its marks and ops."""
         line = self.timeline
         callers: list[Line] = []
-        below, above = index, int(line.parent[index])
+        above = int(line.parent[index])
         while above >= 0:
             verdict = self._judge(above) if line.kind[above] == FRAME else None
             if verdict is not None and verdict[0] & USER:
-                callers.append(self._line(above, below))
-            if line.kind[above] != NOTE:
-                below = above
+                callers.append(self._line(verdict))
             above = int(line.parent[above])
         if callers or self.has_lines:
             return callers[::-1]
         return [Line(line.text(i), 0) for i in reversed(line.ancestors(index)) if line.kind[i] == NOTE]
 
-    def _called(self, index: int) -> str:
-        """Return the word in the source that produces this event."""
-        text = self.timeline.text(index)
-        if self.timeline.kind[index] == FRAME:
-            built_in = _BUILT_IN.match(text)
-            if built_in:
-                return built_in[1]
-            if text.startswith("nn.Module: "):
-                return MODULE
-            frame = _FRAME.match(text)
-            return frame[3] if frame else text
-        return "::" + text.rpartition("::")[2]
-
     def _judge(self, index: int) -> tuple[int, str, int, str] | None:
         """(flag, file, number, function) of a frame that is the user's or a library's."""
         name = int(self.timeline.name[index])
         if name not in self._judged:
-            self._judged[name] = self.judge_text(self.timeline.text(index))
+            verdict = self.judge_text(self.timeline.text(index))
+            if verdict is not None:
+                # A frame that was running when the profiler started has the line of that moment.
+                flag, file, number, function = verdict
+                first = _first_line(file, number, function) if self._may_read(file) else None
+                if function == "<module>":
+                    first = 0
+                verdict = flag, file, number if first is None else first, function
+            self._judged[name] = verdict
         return self._judged[name]
 
     def judge_text(self, text: str) -> tuple[int, str, int, str] | None:
@@ -240,8 +201,7 @@ class Places:
         for text in stack.split(";"):
             verdict = self.judge_text(text.strip())
             if verdict is not None and (not lines or verdict[0] & USER):
-                flag, file, number, function = verdict
-                lines.append(Line(file, number, function, bool(flag & LIBRARY), self._may_read(file)))
+                lines.append(self._line(verdict))
                 if verdict[0] & USER:
                     break
         return self._intern(lines[0], lines[1] if len(lines) > 1 else None) if lines else None
@@ -276,7 +236,51 @@ def _resolved(path: Path) -> Path | None:
 
 def _same_source(here: str, file: str, number: int, function: str) -> str:
     """Return the local file if it has the function where the trace says, else the trace's own name."""
-    return here if slots_of(here, number, function) is not None else file
+    return here if _first_line(here, number, function) is not None else file
+
+
+def _first_line(file: str, number: int, function: str) -> int | None:
+    """Return where the function around a line is defined; None if the file has no such function there."""
+    spans = [first for name, first, last in _functions(file) if name == function and first <= number <= last]
+    return max(spans, default=None)
+
+
+# Bytes of a source file.
+_MAX_SOURCE = 4_000_000
+
+
+def _is_source(file: str) -> bool:
+    """Return whether a file named in a trace is a Python file of plausible size."""
+    try:
+        return file.endswith(".py") and Path(file).is_file() and Path(file).stat().st_size <= _MAX_SOURCE
+    except (OSError, ValueError):
+        return False
+
+
+_COMPREHENSIONS = {
+    ast.ListComp: "<listcomp>", ast.SetComp: "<setcomp>", ast.DictComp: "<dictcomp>",
+    ast.GeneratorExp: "<genexpr>",
+}  # fmt: skip
+
+
+@cache
+def _functions(file: str) -> tuple[tuple[str, int, int], ...]:
+    """(name, first line with decorators, last line) of the module and of each function in a file."""
+    if not _is_source(file):
+        return ()
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return ()
+    functions = [("<module>", 0, text.count("\n") + 1)]
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            functions.append((node.name, first, node.end_lineno or first))
+        elif isinstance(node, ast.expr) and type(node) in _COMPREHENSIONS:
+            functions.append((_COMPREHENSIONS[type(node)], node.lineno, node.end_lineno or node.lineno))
+    return tuple(functions)
 
 
 @cache

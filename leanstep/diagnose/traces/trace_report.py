@@ -42,9 +42,9 @@ _COLLECTIVE = re.compile(r"nccl|all_?reduce|reduce_?scatter|all_?gather", re.IGN
 
 
 class TraceRun:
-    """The findings of one trace. sources: further folders whose files may be shown."""
+    """The findings of one trace."""
 
-    def __init__(self, path: str, limits: Limits | None = None, sources: tuple[Path, ...] = ()) -> None:
+    def __init__(self, path: str, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         trace = read_trace(path)
         if not any(kind == OP for kind in trace.kind):
@@ -53,7 +53,7 @@ class TraceRun:
                 "[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
             )
         self.timeline = Timeline(trace)
-        self.places = Places(self.timeline, (Path(path).resolve().parent, *sources))
+        self.places = Places(self.timeline, Path(path).resolve().parent)
         self.builder = StepBuilder(self.timeline, self.places, self.limits)
         self.steps: list[StepRecord] = self.builder.steps
         for step, (low, high) in zip(self.steps, self.timeline.windows, strict=True):
@@ -116,6 +116,10 @@ class TraceRun:
         if not self.places.has_lines and not line.trace.stack_of:
             notes.append(
                 ("dropped", "stacks (with_stack=True): places are call paths of ops, not source lines")
+            )
+        if self.places.has_lines:
+            notes.append(
+                ("dropped", "lines (the profiler records functions): a place is a function's first line")
             )
         if line.num_devices > 1:
             notes.append(("rank", f"{line.num_devices - 1} other devices: the busiest one is judged"))

@@ -1,6 +1,6 @@
 """A simulated CUDA device: a small library that makes torch see one, with or without a real one.
 
-`library` builds it once into the cache. `load` must run before `import torch`, because torch looks up its
+`library` builds it into the user's cache. `load` must run before `import torch`, because torch looks up its
 CUDA hooks once. So the calling process builds the library, and the rehearsal process loads it.
 
 A CUDA build has hooks and a device guard of its own. `load` loads them first, then the stub replaces them.
@@ -53,8 +53,11 @@ def torch_version() -> tuple[str, str | None]:
     return version.group(1) if version else "unknown", rocm.group(1) if rocm else None
 
 
-def library() -> Path:
-    """Return the path of the built stub. Raise RehearsalError if it cannot be built."""
+def library(folder: Path | None = None) -> Path:
+    """Return the path of the built stub. Raise RehearsalError if it cannot be built.
+
+    folder: where it is built if the user's cache cannot be written.
+    """
     from leanstep.cpu import build_library
 
     root = torch_folder()
@@ -80,22 +83,30 @@ def library() -> Path:
         f"-Wl,-rpath,{root}/lib",
     )
     try:
-        return build_library(SOURCE, [[*flags, *link]])
+        try:
+            return build_library(SOURCE, [[*flags, *link]])
+        except OSError as reason:
+            if folder is None or not _has_no_place(reason):
+                raise
+            return build_library(SOURCE, [[*flags, *link]], folder)
     except OSError as reason:
         if "no C++ compiler" in str(reason):
             raise RehearsalError(
                 f"{reason}: a rehearsal builds a small library for torch once (apt install g++, "
                 "dnf install gcc-c++, xcode-select --install, or conda install cxx-compiler)"
             ) from None
-        if reason.errno is not None or "No space left" in str(reason):
+        if _has_no_place(reason):
             why = f"{reason.strerror or reason}" + f": {reason.filename}" * bool(reason.filename)
-            raise RehearsalError(
-                f"LEANSTEP_CACHE: expected a folder where a library can be built: {why}"
-            ) from None
+            raise RehearsalError(f"TMPDIR: expected a folder where a library can be built: {why}") from None
         raise RehearsalError(
             f"torch {version}: CUDA hooks differ from those of {RAN_WITH}, "
             f"so the stub does not build: {reason}"
         ) from None
+
+
+def _has_no_place(reason: OSError) -> bool:
+    """Return whether the folder, and not the source, is why the stub was not built."""
+    return reason.errno is not None or "No space left" in str(reason)
 
 
 def load(path: Path) -> None:

@@ -26,7 +26,8 @@ REPLACED: dict[Any, tuple[Any, str | None]] = {
 def as_on_a_device(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the call that a device would run instead of one of `REPLACED`, and its arguments."""
     node = torch._C._current_autograd_node()
-    if node is None:
+    # With gradients enabled inside a node, a reentrant checkpoint recomputes the program's own forward.
+    if node is None or torch.is_grad_enabled():
         return func, args
     in_place, made_by = REPLACED[func]
     if made_by is not None:

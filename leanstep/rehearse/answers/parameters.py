@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parameter import is_lazy
 
-from leanstep.rehearse.answers import lazy_modules
 from leanstep.rehearse.tape import Tape
 
 # A host parameter of at most this many elements keeps its initial value: temperatures, scales, gates.
@@ -19,7 +17,6 @@ KNOWN_PARAMETER_ELEMENTS = 64
 
 def install(tape: Tape) -> None:
     """Make new parameters fake. `.to("cuda")` and copies of modules leave them parameters."""
-    lazy_modules.install()
     make = torch.nn.Parameter.__new__
 
     def fake_copy(data: Any) -> Any:
@@ -43,9 +40,6 @@ def install(tape: Tape) -> None:
         for name, p in self._parameters.items():
             if p is None:
                 continue
-            if is_lazy(p):
-                lazy_modules.move(p, fn)
-                continue
             with torch.no_grad():
                 new = fn(p)
             if new is not p:
@@ -58,11 +52,7 @@ def install(tape: Tape) -> None:
                 with torch.no_grad():
                     p.grad = fake_copy(fn(p.grad))
         for name, buffer in self._buffers.items():
-            if buffer is None:
-                continue
-            if is_lazy(buffer):
-                lazy_modules.move(buffer, fn)
-            else:
+            if buffer is not None:
                 self._buffers[name] = fn(buffer)
         return self
 

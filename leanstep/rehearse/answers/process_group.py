@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from leanstep.rehearse.answers.stand_ins import after_import
 from leanstep.rehearse.events import Alloc, Free, Kernel
 from leanstep.rehearse.kernel_costs import register_cost
+from leanstep.rehearse.refusals import Refused
 from leanstep.rehearse.shadows import device_tensors, shape_of, storage_key
 from leanstep.rehearse.tape import Tape
 
@@ -60,8 +61,8 @@ COLLECTIVES = {
 }
 
 
-def install(tape: Tape, ranks: int, rank: int = 0) -> None:
-    """Replace torch.distributed for one rank of `ranks`, or of the WORLD_SIZE that the program sets."""
+def install(tape: Tape, ranks: int) -> None:
+    """Replace torch.distributed for rank 0 of `ranks`, or of the WORLD_SIZE that the program sets."""
     torch.nn.parallel.DistributedDataParallel = _ddp_class(tape)  # pyright: ignore[reportAttributeAccessIssue]
     if not dist.is_available():
         return
@@ -77,7 +78,7 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
             # Before 2.13, only this torch tool registers fake implementations of the collectives.
             importlib.import_module("torch.distributed._tools.fake_collectives")
         if not dist.is_initialized():
-            start("fake", store=FakeStore(), rank=rank, world_size=size)
+            start("fake", store=FakeStore(), rank=0, world_size=size)
             backends[dist.group.WORLD] = str(backend or dist.Backend.UNDEFINED).lower()
         tape.ranks = size
 
@@ -198,7 +199,13 @@ def _answer_objects() -> None:
     dist.all_gather_object = all_gather_object
     dist.gather_object = gather_object
     dist.scatter_object_list = scatter_object_list
+
+    def recv_object_list(*_: Any, **__: Any) -> None:
+        raise Refused("recv_object_list: the object exists only on another rank")
+
     dist.broadcast_object_list = lambda *_, **__: None
+    dist.send_object_list = lambda *_, **__: None
+    dist.recv_object_list = recv_object_list
 
 
 # The reduction of the last `all_reduce` call.

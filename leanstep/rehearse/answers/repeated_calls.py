@@ -34,6 +34,30 @@ _PLAIN = (bool, float, str, bytes, type(None), torch.dtype, torch.device)
 _MAX_DEPTH = 6
 
 
+class _Tuple(NamedTuple):
+    """A tuple that a call can reach, such as the keys and values of a layer: its place holds a new one."""
+
+    owner: Any
+    key: Any
+
+    def get(self) -> Any:
+        owner = self.owner.get() if isinstance(self.owner, _Tuple) else self.owner
+        return owner[self.key] if isinstance(owner, (dict, list, tuple)) else getattr(owner, self.key)
+
+
+def _put(owner: Any, key: Any, value: Any) -> None:
+    """Set an entry of a container or an attribute of an object."""
+    if isinstance(owner, _Tuple):
+        entries = owner.get()
+        changed = [value if i == key else entry for i, entry in enumerate(entries)]
+        replacement = type(entries)(*changed) if hasattr(entries, "_fields") else type(entries)(changed)
+        _put(owner.owner, owner.key, replacement)
+    elif isinstance(owner, (dict, list)):
+        owner[key] = value
+    else:
+        setattr(owner, key, value)
+
+
 class Slot(NamedTuple):
     """A tensor or integer that a call can reach, and how to replace it: an entry or attribute of `owner`."""
 
@@ -47,10 +71,7 @@ class Slot(NamedTuple):
         return tuple(self.value.shape) if isinstance(self.value, Tensor) else (self.value,)
 
     def replace(self, value: Any) -> None:
-        if isinstance(self.owner, (dict, list)):
-            self.owner[self.key] = value
-        else:
-            setattr(self.owner, self.key, value)
+        _put(self.owner, self.key, value)
 
 
 class State:
@@ -93,8 +114,9 @@ class State:
         elif isinstance(value, (dict, list, tuple)):
             self._structure.append((path, type(value), len(value)))
             entries = value.items() if isinstance(value, dict) else enumerate(value)
+            holder = _Tuple(owner, key) if isinstance(value, tuple) else value
             for name, entry in list(entries):
-                self._walk((*path, name), entry, value, name, depth)
+                self._walk((*path, name), entry, holder, name, depth)
         elif (
             depth < _MAX_DEPTH
             and id(value) not in self._seen
@@ -302,6 +324,7 @@ class RepeatedCalls:
     def _grow(self, family: Family, position: int, state: State) -> None:
         """Set caches and counters to the state that the call would leave."""
         offsets = _offsets(state.slots)
+        grown: dict[Any, Tensor] = {}  # one tensor may be reached twice
         for index in family.changed:
             slot = state.slots[index]
             sizes = [
@@ -309,7 +332,10 @@ class RepeatedCalls:
                 for i in range(offsets[index], offsets[index + 1])
             ]
             if isinstance(slot.value, Tensor):
-                slot.replace(self._fresh(sizes, slot.value.dtype, slot.value.device))
+                key = (id(slot.value), *sizes)
+                if key not in grown:
+                    grown[key] = self._fresh(sizes, slot.value.dtype, slot.value.device)
+                slot.replace(grown[key])
             else:
                 slot.replace(sizes[0])
 

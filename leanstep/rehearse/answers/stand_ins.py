@@ -120,12 +120,40 @@ def _share(causal: bool, window: Sequence[int], length: int) -> float:
     return 0.5 if causal else 1.0
 
 
+def _check(tape: Tape, kernel: str, q: Tensor, k: Tensor, v: Tensor, *bounds: Tensor) -> None:
+    """Raise what FlashAttention raises for tensors or a device that it has no kernel for."""
+    is_3 = kernel.startswith(attention.HOPPER)
+    clock: Any = tape.clock
+    device = clock.target
+    if device.vendor == "nvidia" and device.capability < (8, 0):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+    if is_3 and device.vendor == "nvidia" and device.capability >= (10, 0):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+    allowed = (torch.float16, torch.bfloat16, *((torch.float8_e4m3fn,) if is_3 else ()))
+    if q.dtype not in allowed:
+        only = "supports fp16, bf16, and fp8_e4m3" if is_3 else "support fp16 and bf16"
+        raise RuntimeError(f"FlashAttention only {only} data type, got {str(q.dtype)[6:]}")
+    for name, tensor in (("key", k), ("value", v)):
+        if tensor.dtype != q.dtype:
+            raise RuntimeError(f"query and {name} must have the same dtype")
+    if q.shape[-1] > 256:
+        raise RuntimeError(
+            f"FlashAttention forward only supports head dimension at most 256, got {q.shape[-1]}"
+        )
+    if q.shape[-2] % k.shape[-2]:
+        raise RuntimeError("Number of heads in key/value must divide number of heads in query")
+    for tensor in bounds:
+        if tensor.dtype != torch.int32:
+            raise RuntimeError(f"cu_seqlens must have dtype torch.int32, got {tensor.dtype}")
+
+
 def _flash(tape: Tape, kernel: str) -> Any:
     """flash_attn_func(q, k, v): [B, T, H, D]."""
 
     def flash_attn_func(
         q: Tensor, k: Tensor, v: Tensor, *_: Any, causal: bool = False, **options: Any
     ) -> Any:
+        _check(tape, kernel, q, k, v)
         share = _share(causal and q.shape[1] == k.shape[1], options.get("window_size", ()), q.shape[1])
         out, lse = fused_attention(f"{kernel}_func", q, k, v, share, "bthd")
         return (out, lse) if options.get("return_attn_probs") or options.get("return_softmax_lse") else out
@@ -141,6 +169,7 @@ def _flash_varlen(tape: Tape, kernel: str) -> Any:
     ) -> Tensor:
         bounds = options["cu_seqlens_q"] if "cu_seqlens_q" in options else args[0]
         longest = int(options.get("max_seqlen_q", args[2] if len(args) > 2 else q.shape[0]))
+        _check(tape, kernel, q, k, v, bounds)
         left, *_ = (*(options.get("window_size") or ()), None)
         window = -1 if left is None else int(left)
         out, _lse = attention_by_values(
@@ -172,6 +201,7 @@ def _flash_with_cache(tape: Tape, kernel: str) -> Any:
     """flash_attn_with_kvcache(q, k_cache, v_cache): decoding, a few queries against all keys."""
 
     def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Tensor:
+        _check(tape, kernel, q, k_cache, v_cache)
         out, _lse = fused_attention(f"{kernel}_with_kvcache", q, k_cache, v_cache, 1.0, "bthd")
         return out
 

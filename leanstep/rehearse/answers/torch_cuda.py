@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from leanstep.rehearse.answers import convolutions, cuda_graphs, parameters, tensor_types
+from leanstep.rehearse.answers import convolutions, cuda_graphs, parameters
 from leanstep.rehearse.answers.triton_launches import shared_memory_bytes
 from leanstep.rehearse.branches import assumed_numbers
 from leanstep.rehearse.events import HostWait
@@ -63,11 +63,9 @@ def install(tape: Tape, device: Any) -> None:
     _tensor_reads(tape)
     _list_reads(tape)
     parameters.install(tape)
-    tensor_types.install()
     convolutions.install()
     _attention(tape, device)
     _files(tape)
-    _loaders(tape)
     _refusals()
     cuda_graphs.install(tape)
     _constants_of_dynamo()
@@ -664,31 +662,6 @@ def _files(tape: Tape) -> None:
     except ImportError:
         return
     _set(safetensors.torch, save_file=save, save_model=save)
-
-
-def _loaders(tape: Tape) -> None:
-    """Run DataLoader in this process. Tensors that it pins count as pinned."""
-    from torch.utils.data import DataLoader
-
-    construct, iterate = DataLoader.__init__, DataLoader.__iter__
-    off = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "multiprocessing_context")
-
-    def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        pinned = bool(kwargs.get("pin_memory"))
-        for name in (*off, "pin_memory_device", "timeout"):
-            kwargs.pop(name, None)
-        construct(self, *args[:5], **kwargs)
-        self.__dict__["_rehearsed_pinned"] = pinned
-
-    def batches(self: Any) -> Any:
-        for batch in iterate(self):
-            if self.__dict__.get("_rehearsed_pinned"):
-                for tensor in tree_iter(batch):
-                    if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
-                        tape.pin(tensor)
-            yield batch
-
-    _set(DataLoader, __init__=build, __iter__=batches)
 
 
 def _refusals() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from leanstep.measure.aot import SHARED_LIMITS
+from leanstep.rehearse.answers.triton_products import has_products, product_flops
+from leanstep.rehearse.devices import SHARED_LIMITS
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import one_pass, register_cost, registered_cost
 from leanstep.rehearse.shadows import device_tensors, shape_of, with_shapes
@@ -34,9 +35,11 @@ def install(tape: Tape, device: Any) -> None:
     def launch(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
         if not warmup:
             named = dict(zip(getattr(self, "arg_names", ()), args, strict=False))
+            named = {**named, **kwargs}
+            blocks = {k: tuple(v.block_shape) for k, v in named.items() if hasattr(v, "block_shape")}
             # A TMA descriptor is replaced by the tensor that it describes.
-            named, kwargs = ({k: getattr(v, "base", v) for k, v in d.items()} for d in (named, kwargs))
-            _launched(tape, _name(self), {**named, **kwargs, "grid": _grid(grid, {**named, **kwargs})})
+            named = {k: v.base if k in blocks else v for k, v in named.items()}
+            _launched(tape, _name(self), {**named, "grid": _grid(grid, named)}, self, blocks)
 
     def first_config(self: Any, *args: Any, **kwargs: Any) -> None:
         options = self.configs[0].all_kwargs() if self.configs else {}
@@ -133,20 +136,66 @@ def captured(tape: Tape, arguments: dict[str, Any]) -> dict[str, Any] | None:
     kernel = kernel_side_table.get_kernel(arguments["kernel_idx"])
     constants = kernel_side_table.get_constant_args(arguments["constant_args_idx"])
     grid = arguments["grid"][0] if arguments["grid"] else None
-    _launched(tape, _name(kernel), {**constants, **arguments["kwargs"], "grid": grid})
+    named = {**constants, **arguments["kwargs"]}
+    described = arguments.get("tma_descriptor_metadata") or {}
+    blocks = {k: tuple(v[1][0]) for k, v in described.items() if v[0] == "stable"}
+    _launched(tape, _name(kernel), {**named, "grid": _grid(grid, named)}, kernel, blocks)
     if "tensors_to_clone" not in arguments:
         return None
     return {name: arguments["kwargs"][name] for name in arguments["tensors_to_clone"]}
 
 
-def _launched(tape: Tape, name: str, arguments: dict[str, Any]) -> None:
-    """Record a launch, priced by its registered cost, else as one pass over its tensors."""
+def _launched(
+    tape: Tape,
+    name: str,
+    arguments: dict[str, Any],
+    function: Any = None,
+    blocks: Mapping[str, tuple[int, ...]] = types.MappingProxyType({}),
+) -> None:
+    """Record a launch, priced by its registered cost, by its products, else as one pass over its tensors."""
     tensors = list({id(t): t for t in device_tensors(list(arguments.values()))}.values())
     kernels = registered_cost(name, with_shapes(arguments))
     if kernels is None:
-        tape.notes[f"Triton kernel {name}: not run, priced as one pass over its tensors"] += 1
-        kernels = (one_pass(name, [shape_of(t) for t in tensors]),)
+        pass_ = one_pass(name, [shape_of(t) for t in tensors])
+        product = _product(name, arguments, function, blocks, pass_, tensors)
+        if product is not None:
+            tape.notes[f"Triton kernel {name}: not run, priced by the products in its source"] += 1
+        else:
+            unknown = function is not None and _has_products(function)
+            but = "; the time of its matrix products is unknown and not in the prediction" if unknown else ""
+            tape.notes[f"Triton kernel {name}: not run, priced as one pass over its tensors{but}"] += 1
+        kernels = (product or pass_,)
     tape.custom(f"triton::{name}", kernels, tensors, tensors)
+
+
+def _product(
+    name: str, arguments: dict[str, Any], function: Any, blocks: Any, pass_: Kernel, tensors: Any
+) -> Kernel | None:
+    """Return the kernel of a launch whose source contains matrix products that can be counted."""
+    grid = arguments.get("grid")
+    if function is None or not grid or not _has_products(function):
+        return None
+    while hasattr(function, "fn") and not hasattr(function, "arg_names"):
+        function = function.fn
+    flops = product_flops(function, arguments, tuple(grid), blocks)
+    if not flops:
+        return None
+    narrow = min(tensors, key=lambda t: t.element_size())
+    out = max(tensors, key=lambda t: t.numel())
+    m, n = (out.shape[-2], out.shape[-1]) if out.dim() > 1 else (out.numel(), 1)
+    inner = max(1, round(flops / (2.0 * m * n)))
+    return pass_._replace(
+        kind="gemm", flops=flops, dtype=str(narrow.dtype)[6:], sizes=(1, int(m), int(n), inner), name=name
+    )
+
+
+def _has_products(function: Any) -> bool:
+    while hasattr(function, "fn") and not hasattr(function, "arg_names"):
+        function = function.fn
+    try:
+        return has_products(function)
+    except (OSError, TypeError, SyntaxError, StopIteration):
+        return False
 
 
 def _name(function: Any) -> str:
@@ -166,7 +215,9 @@ def _grid(grid: Any, arguments: dict[str, Any]) -> Any:
 def shared_memory_bytes(device: Any) -> int:
     """Return the shared memory that a block may use on a device of the table."""
     major, minor = device.capability
-    return SHARED_LIMITS["gfx942" if device.vendor == "amd" else f"sm_{major}{minor}"]
+    return SHARED_LIMITS[
+        f"gfx9{minor}" + "02"[minor == 4] if device.vendor == "amd" else f"sm_{major}{minor}"
+    ]
 
 
 def _install_driver(device: Any) -> None:
@@ -201,16 +252,11 @@ def _install_driver(device: Any) -> None:
 
 
 def _register_own_costs() -> None:
-    register_cost("update_statistics_kernel", _statistics)
-    for name in ("scale_exponentials_kernel", "overwrite_exponentials_kernel"):
-        register_cost(name, functools.partial(_exponentials, name))
-    for name in ("divergence_sums_kernel", "divergence_gradient_kernel"):
-        register_cost(name, functools.partial(_divergence, name))
+    register_cost("stats_kernel", _statistics)
+    register_cost("grads_kernel", _gradients)
     register_cost("xxt_kernel", _symmetric_product)
     register_cost("xtx_kernel", _symmetric_product)
     register_cost("transpose_kernel", _transpose)
-    for name in ("momentum_kernel", "normalize_kernel", "variance_kernel", "write_kernel", "adam_kernel"):
-        register_cost(name, functools.partial(_optimizer_pass, name))
     for name in ("lens_pairs_kernel", "lens_targets_kernel", "lens_rows_kernel"):
         register_cost(name, functools.partial(_lens, name))
     register_cost("softcap_rows_kernel", _softcap_rows)
@@ -221,8 +267,6 @@ def _register_own_costs() -> None:
     register_cost("liger_cross_entropy_kernel", _liger_cross_entropy)
     register_cost("_forward_kernel", functools.partial(_trl_head, 1))
     register_cost("_backward_kernel", functools.partial(_trl_head, 2))
-    register_cost("policy_rows_kernel", _policy_rows)
-    register_cost("gather_rows_kernel", _gather_rows)
 
 
 def _programs(arguments: Mapping[str, Any]) -> int:
@@ -234,41 +278,17 @@ def _programs(arguments: Mapping[str, Any]) -> int:
 
 
 def _statistics(arguments: Mapping[str, Any]) -> Kernel:
-    """logprob: each logit is read once, and written with KEEP; four numbers per row are read and written."""
-    rows, z, passes = _programs(arguments), arguments["z_ptr"], 1 + bool(arguments.get("KEEP"))
-    moved = passes * rows * arguments["num_columns"] * z.width + rows * (8 + 4 * 6)
-    return Kernel("reduce", moved, 0.0, z.dtype, name="update_statistics_kernel")
+    """heads: each logit is read once; seven numbers per row are read or written."""
+    rows, z = _programs(arguments), arguments["z_ptr"]
+    moved = rows * (arguments["num_columns"] * z.width + 8 + 4 * 6)
+    return Kernel("reduce", moved, 0.0, z.dtype, name="stats_kernel")
 
 
-def _exponentials(name: str, arguments: Mapping[str, Any]) -> Kernel:
-    """logprob: reads each logit, writes each gradient."""
-    z, out = arguments["z_ptr"], arguments["out_ptr"]
-    rows = z.size[0] if len(z.size) > 1 else 1
-    moved = rows * arguments["num_columns"] * (z.width + out.width) + rows * 24
-    return Kernel("pointwise", moved, 0.0, z.dtype, name=name)
-
-
-def _divergence(name: str, arguments: Mapping[str, Any]) -> Kernel:
-    """objectives: reads the logits of both heads, writes their sums or the gradient of one."""
-    z, y, out = arguments["z_ptr"], arguments["y_ptr"], arguments.get("out_ptr")
-    rows = arguments["grid"][0]
-    width = z.width + y.width + (0 if out is None else out.width)
-    moved = rows * arguments["num_columns"] * width + rows * 40
-    return Kernel("reduce" if out is None else "pointwise", moved, 0.0, z.dtype, name=name)
-
-
-def _policy_rows(arguments: Mapping[str, Any]) -> Kernel:
-    """logprob: reads a dozen vectors, writes nine."""
-    moved = arguments["num_rows"] * 4 * 21
-    return Kernel("pointwise", moved, 0.0, "float32", name="policy_rows_kernel")
-
-
-def _gather_rows(arguments: Mapping[str, Any]) -> Kernel:
-    """logprob: reads and writes whole rows, and reads one index per row."""
-    out = arguments["out_ptr"]
-    count = out.numel // max(1, arguments["num_columns"])
-    moved = out.numel * (arguments["x_ptr"].width + out.width) + 8 * count
-    return Kernel("pointwise", moved, 0.0, out.dtype, name="gather_rows_kernel")
+def _gradients(arguments: Mapping[str, Any]) -> Kernel:
+    """heads: reads each logit, writes each gradient."""
+    rows, z, out = _programs(arguments), arguments["z_ptr"], arguments["out_ptr"]
+    moved = rows * (arguments["num_columns"] * (z.width + out.width) + 8 + 4 * 7)
+    return Kernel("pointwise", moved, 0.0, z.dtype, name="grads_kernel")
 
 
 def _trl_head(passes: int, arguments: Mapping[str, Any]) -> Kernel | None:
@@ -305,34 +325,6 @@ def _transpose(arguments: Mapping[str, Any]) -> Kernel:
     adds = bool(arguments.get("ADD"))
     moved = src.numel * src.width + dst.numel * dst.width * (2 if adds else 1)
     return Kernel("pointwise", moved, 0.0, src.dtype, name="transpose_kernel")
-
-
-def _optimizer_pass(name: str, arguments: Mapping[str, Any]) -> Kernel:
-    """muon: bytes read and written, from the grid; sums and scales of lines are negligible."""
-    if name == "adam_kernel":
-        elements = sum(arguments[f"n{slot}"] for slot in range(_programs(arguments) // arguments["blocks"]))
-        low = 4 if arguments["MODE"] else 0
-        moved = elements * (2 * arguments["w0"].width + arguments["g0"].width + 16 + low)
-        return Kernel("pointwise", moved, 0.0, "float32", name=name)
-    programs = _programs(arguments)
-    if name == "normalize_kernel":
-        x = arguments["x_ptr"]
-        return Kernel("pointwise", 2 * x.nbytes, 0.0, x.dtype, name=name)
-    if name == "variance_kernel":
-        lines, length = arguments["lines"], arguments["length"]
-        items = programs // arguments["blocks"]
-        moved = items * lines * (length * arguments["factor_ptr"].width + 12)
-        return Kernel("reduce", moved, 0.0, arguments["factor_ptr"].dtype, name=name)
-    rows, cols = arguments["rows"], arguments["cols"]
-    if name == "momentum_kernel":
-        elements = programs // arguments["programs"] * rows * cols
-        moved = elements * (arguments["g0"].width + 2 * arguments["m0"].width + arguments["out_ptr"].width)
-        return Kernel("reduce", moved, 0.0, "float32", name=name)
-    tiles = -(-rows // arguments["BLOCK_R"]) * -(-cols // arguments["BLOCK_C"])
-    elements = programs // tiles * rows * cols
-    low = 4 if arguments["MODE"] else 0
-    moved = elements * (arguments["factor_ptr"].width + 2 * arguments["w0"].width + low)
-    return Kernel("pointwise", moved, 0.0, "float32", name=name)
 
 
 def _softcap_rows(arguments: Mapping[str, Any]) -> Kernel:

@@ -1,16 +1,16 @@
-"""`leanstep bench --device cuda` on the device that is not there: its control flow, its clocks, its JSON.
+"""`python -m benchmarks.NAME --device cuda` on a simulated device: its control flow, its clocks, its JSON.
 
 bench_cuda.py FOLDER: writes the objects there. Parity means nothing here, since values are assumed.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
 
 import torch
 
-from leanstep.case import get_case
-from leanstep.cli import run
+from benchmarks.harness import main
 from leanstep.measure import timing
 from leanstep.measure.parity import dtype_name
 
@@ -18,12 +18,18 @@ timing.WARM_S = 0.0
 folder = Path(sys.argv[1])
 torch.zeros(1, device="cuda")
 common = ["--device", "cuda:0", "--dtype", "bf16", "--size", "tiny", "--budget", "0.01"]
-for case, rows in {
-    "logprob-linear": "leanstep,verl-triton,cut-cross-entropy,limit",
-    "transpose-add": "leanstep,limit",
+for name, rows in {
+    "logprob_linear": "leanstep,verl-triton,cut-cross-entropy,limit",
+    "transpose_add": "leanstep,limit",
 }.items():
-    run(["bench", case, "--impl", rows, *common, "--json", str(folder / f"{case}.json")])
-chosen = [get_case(name) for name in ("logprob-linear", "muon-step", "lens-loss")]
+    benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    try:
+        main(benchmark, ["--impl", rows, *common, "--json", str(folder / f"{name}.json")])
+    except SystemExit as ended:
+        assert ended.code == 1  # parity of assumed values
+chosen = [
+    importlib.import_module(f"benchmarks.{n}").BENCHMARK for n in ("logprob_linear", "muon_step", "lens_loss")
+]
 (folder / "defaults.json").write_text(
-    json.dumps({c.name: [c.size_on("cuda"), dtype_name(c.dtype_on("cuda"))] for c in chosen})
+    json.dumps({b.name: [b.size_on("cuda"), dtype_name(b.dtype_on("cuda"))] for b in chosen})
 )

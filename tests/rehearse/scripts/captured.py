@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.lens_workloads import make_batch
+from leanstep.heads import linear_logprobs, linear_policy_loss, token_logprobs
 from leanstep.lens import LensObjective
-from leanstep.lens.cases import make_batch
-from leanstep.logprob import PolicyBatch, linear_logprobs, linear_policy_loss, token_logprobs
-from leanstep.muon import NorMuon
 
 pace = torch.optim.SGD([nn.Parameter(torch.zeros(1, device="cuda"))], lr=0.0)
 steps = 0
@@ -39,14 +37,14 @@ def head() -> dict[str, Callable[[], Any]]:
     hidden, weight = normal(4_096, 512), normal(20_000, 512)
     targets, rows = torch.randint(20_000, (1_024,), device="cuda"), torch.arange(1_024, device="cuda") * 4
     old, logits = normal(1_024, dtype=torch.float32, grad=False), normal(1_024, 20_000)
-    batch = PolicyBatch(old, old, mask=torch.ones_like(old))
+    mask = torch.ones_like(old)
 
     def linear() -> Any:
         out = linear_logprobs(hidden, weight, targets, rows=rows, entropy="grad")
         return out, gradients([out.logp, out.entropy], [hidden, weight])
 
     def policy() -> Any:
-        out = linear_policy_loss(hidden, weight, targets, batch, rows=rows)
+        out = linear_policy_loss(hidden, weight, targets, old, old, mask=mask, rows=rows)
         return out, gradients([out.loss], [hidden, weight])
 
     def token() -> Any:
@@ -54,21 +52,6 @@ def head() -> dict[str, Callable[[], Any]]:
         return out, gradients([out.logp, out.entropy], [logits])
 
     return {"linear_logprobs": linear, "linear_policy_loss": policy, "token_logprobs": token}
-
-
-def optimizers() -> dict[str, Callable[[], Any]]:
-    found = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        weights = [nn.Parameter(normal(256, 256, dtype=dtype)) for _ in range(6)]
-        weights += [nn.Parameter(normal(1_024, 256, dtype=dtype)), nn.Parameter(normal(256, dtype=dtype))]
-        for weight in weights:
-            weight.grad = torch.randn_like(weight)
-        rate = torch.full((), 0.02, device="cuda")
-        groups = [{"params": weights[:-1]}, {"params": weights[-1:], "algorithm": "adam"}]
-        optimizer = NorMuon(groups, lr=rate)
-        # Without torch's hooks around it: only the pace ends steps here.
-        found[f"NorMuon, {name}"] = partial(type(optimizer).step.__wrapped__, optimizer)
-    return found
 
 
 def lens() -> dict[str, Callable[[], Any]]:
@@ -124,7 +107,7 @@ def freed() -> dict[str, Any]:
 
 cut()
 seen: dict[str, Any] = {}
-for make in (head, optimizers, lens):
+for make in (head, lens):
     for name, run in make().items():
         try:
             seen[name] = captured(run)

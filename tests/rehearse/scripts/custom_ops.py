@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from leanstep.logprob import linear_logprobs
+from leanstep.heads import linear_logprobs
 
 ROWS, WIDTH, WORDS = 512, 256, 1024
 

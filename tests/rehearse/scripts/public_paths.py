@@ -58,20 +58,16 @@ HEADS = {"small": (384, 128, 1_024), "odd": (1_024, 768, 50_257), "large": (6_14
 
 
 def logprob(size: str) -> None:
-    from leanstep.logprob import (
+    from leanstep.heads import (
         OBJECTIVES,
-        Allowed,
-        LMHead,
+        Head,
         LoRA,
-        PolicyBatch,
-        ReferenceHead,
-        Transform,
         linear_logprobs,
         linear_policy_loss,
         next_token_targets,
         plan_rows,
         policy_loss,
-        sample_mean,
+        rowwise,
         token_logprobs,
     )
 
@@ -82,7 +78,7 @@ def logprob(size: str) -> None:
     rows = torch.arange(tokens // 4, tokens, device="cuda")
     old = normal(len(rows), dtype=FP32)
     lengths = [len(rows) // 4] * 4
-    batch = PolicyBatch(old, old, mask=torch.ones_like(old), ref_logp=old, sequence_lengths=lengths)
+    per_row = {"mask": torch.ones_like(old), "ref_logp": old}
     down, up = normal(16, width, grad=True), normal(vocab, 16, grad=True)
 
     def fresh() -> None:
@@ -93,7 +89,7 @@ def logprob(size: str) -> None:
         def call(_: int) -> None:
             fresh()
             out = linear_logprobs(hidden, head, targets, rows=rows, **options)
-            backward(out.logp, out.entropy, out.lse, out.kl)
+            backward(out.logp, out.entropy, out.lse)
 
         return call
 
@@ -104,31 +100,33 @@ def logprob(size: str) -> None:
     def policy(objective: str = "grpo") -> Callable[[int], None]:
         def call(_: int) -> None:
             fresh()
-            backward(linear_policy_loss(hidden, weight, targets, batch, objective=objective, rows=rows).loss)
+            options = {"objective": objective, "rows": rows, "sequence_lengths": lengths, **per_row}
+            backward(linear_policy_loss(hidden, weight, targets, old, old, **options).loss)
 
         return call
 
     path("linear_logprobs", size, tokens, linear(entropy="grad"))
-    path("linear_logprobs, metric, lse", size, tokens, linear(entropy="metric", outputs=("lse",)))
-    transform = Transform(scale=0.5, softcap=30.0)
-    path(
-        "linear_logprobs, bias, softcap, temperature", size, tokens,
-        linear(LMHead(weight, bias), entropy="grad", temperature=0.7, transform=transform),
-    )  # fmt: skip
-    compared = {"reference": ReferenceHead(weight=weight.detach()), "outputs": ("kl", "argmax", ("top_k", 8))}
-    path("linear_logprobs, kl, top_k", size, tokens, linear(**compared))
+    path("linear_logprobs, metric", size, tokens, linear(entropy="metric"))
+    capped = Head(weight, bias, None, 0.5, 30.0)
+    path("linear_logprobs, bias, softcap", size, tokens, linear(capped, entropy="grad", temperature=0.7))
     path("linear_logprobs, frozen head", size, tokens, linear(weight.detach(), entropy="grad"))
     path("linear_logprobs, autocast, fp32 weight", size, tokens, autocast)
-    path("linear_logprobs, LoRA", size, tokens, linear(LMHead(weight.detach(), lora=LoRA(down, up))))
-    # On the host, as samplers hand them over: the offsets are looked at.
-    kept = Allowed(torch.randint(vocab, (8 * len(rows),)), torch.arange(0, 8 * len(rows) + 1, 8))
+    path("linear_logprobs, LoRA", size, tokens, linear(Head(weight.detach(), lora=LoRA(down, up))))
+    # On the host, as samplers return them: the offsets are read.
+    kept = torch.randint(vocab, (8 * len(rows),)), torch.arange(0, 8 * len(rows) + 1, 8)
     path("linear_logprobs, allowed", size, tokens, linear(allowed=kept))
+
+    def of_rows(_: int) -> None:
+        fresh()
+        backward(rowwise(lambda z: torch.logsumexp(z, -1), hidden, weight, rows=rows))
+
+    path("rowwise", size, tokens, of_rows)
     for objective in OBJECTIVES:
         path(f"linear_policy_loss, {objective}", size, tokens, policy(objective))
 
     def plain(_: int) -> None:
         logp = normal(len(rows), dtype=FP32, grad=True)
-        options = {"entropy": logp.square(), "ref_logp": old, "mask": batch.mask}
+        options = {"entropy": logp.square(), "ref_logp": old, "mask": per_row["mask"]}
         backward(policy_loss(logp, old, old, **options).loss)
 
     path("policy_loss", size, tokens, plain)
@@ -140,9 +138,9 @@ def logprob(size: str) -> None:
         masks = [[1] * (n // 2) for n in samples]
         plan = plan_rows(samples, [n // 2 for n in samples], loss_masks=masks, device="cuda")
         out = linear_logprobs(hidden, weight, targets[plan.rows], rows=plan.rows)
-        backward(sample_mean(plan.split(out.logp), plan))
+        backward(torch.cat(plan.split(out.logp)))
 
-    path("plan_rows, sample_mean", size, tokens, planned)
+    path("plan_rows", size, tokens, planned)
 
     def ahead(_: int) -> None:
         fresh()
@@ -161,22 +159,14 @@ def logprob(size: str) -> None:
 
 
 def objectives(size: str) -> None:
-    from leanstep.logprob import Allowed, PolicyBatch, ReferenceHead, Transform
-    from leanstep.objectives import (
+    from leanstep.heads import (
         PREFERENCES,
-        HardLabels,
-        RolloutCorrection,
-        SoftLabels,
         TeacherHead,
         TeacherLogProbs,
         TeacherTopK,
-        correct_rollout,
-        linear_ahead_cross_entropy,
         linear_cross_entropy,
         linear_distill_loss,
-        linear_masked_logprobs,
         linear_preference_loss,
-        linear_sequence_logprobs,
     )
 
     tokens, width, vocab = HEADS[size]
@@ -186,8 +176,7 @@ def objectives(size: str) -> None:
     labels = torch.randint(vocab, (4, tokens // 4))
     labels[:, : tokens // 8] = -100
     rows = torch.arange(tokens // 4, tokens, device="cuda")
-    hard, desirable = torch.randint(vocab, rows.shape, device="cuda"), torch.arange(4, device="cuda") % 2 == 0
-    kept = Allowed(torch.randint(vocab, (8 * tokens,)), torch.arange(0, 8 * tokens + 1, 8))
+    desirable = torch.arange(4, device="cuda") % 2 == 0
 
     def fresh(loss: Callable[[Tensor], Tensor]) -> Callable[[int], None]:
         def call(_: int) -> None:
@@ -196,9 +185,7 @@ def objectives(size: str) -> None:
 
         return call
 
-    reference = ReferenceHead(weight.detach(), hidden.detach())
-    head, classes = TeacherHead(far, wide), normal(vocab, dtype=FP32).abs()
-    second = normal(vocab, width, grad=True)
+    reference, head = TeacherHead(hidden.detach(), weight.detach()), TeacherHead(far, wide)
     # Given by somebody else for the selected rows alone, and few of them: [T', V] is as large as it gets.
     some = rows[: min(len(rows), 1_024)]
     given = normal(len(some), vocab)
@@ -215,62 +202,18 @@ def objectives(size: str) -> None:
             options["desirable"] = desirable
         return lambda h: linear_preference_loss(h, weight, labels, **options).loss
 
-    def corrected(level: str, kind: str) -> Callable[[Tensor], Tensor]:
-        def loss(h: Tensor) -> Tensor:
-            old = h.flatten(0, 1)[:, 0].float()
-            batch = PolicyBatch(old, old.detach(), sequence_lengths=[tokens // 4] * 4)
-            rule = RolloutCorrection(level=level, reject=[(kind, None, 4.0)], normalize=True)
-            after, metrics = correct_rollout(batch, old.detach() + 1, rule)
-            return (after.advantages * after.mask * old).sum() + metrics["mean_weight"]
-
-        return loss
-
     for name, loss in {
         "linear_cross_entropy": lambda h: linear_cross_entropy(h, weight, labels),
-        "linear_cross_entropy, all rows": lambda h: linear_cross_entropy(h, weight, labels, rows="all"),
         "linear_cross_entropy, none": lambda h: linear_cross_entropy(
             h, weight, labels, reduction="none", label_smoothing=0.1
-        ),
-        "linear_cross_entropy, classes": lambda h: linear_cross_entropy(
-            h, weight, labels, class_weights=classes, label_smoothing=0.1
-        ),
-        "linear_cross_entropy, probabilities": lambda h: linear_cross_entropy(
-            h.flatten(0, 1)[: len(given)], weight, given
-        ),
-        "linear_ahead_cross_entropy": lambda h: linear_ahead_cross_entropy(
-            h, (weight, second), labels, factors=(1.0, 0.5)
         ),
         "linear_distill_loss": distill(head),
         "linear_distill_loss, reverse_kl": distill(head, divergence="reverse_kl"),
         "linear_distill_loss, jsd": distill(head, divergence=("jsd", 0.5)),
         "linear_distill_loss, skew_kl": distill(head, divergence=("skew_kl", 0.1)),
-        "linear_distill_loss, cross_entropy": distill(head, divergence="cross_entropy"),
-        "linear_distill_loss, labels, softcap": distill(
-            head, hard=HardLabels(hard, 0.5), temperature=2.0, transform=Transform(softcap=30.0)
-        ),
         "linear_distill_loss, TeacherLogProbs": distill(TeacherLogProbs(given), some),
         "linear_distill_loss, TeacherTopK": distill(best, some),
-        "linear_distill_loss, SoftLabels": distill(
-            SoftLabels(given, 0.1, classes), some, divergence="cross_entropy"
-        ),
-        "linear_distill_loss, two teachers": distill([(head, 0.5), (TeacherHead(far, wide), 0.5)]),
-        "linear_sequence_logprobs": lambda h: linear_sequence_logprobs(h, weight, labels).sums,
         **{f"linear_preference_loss, {kind}": prefer(kind) for kind in PREFERENCES},
-        "correct_rollout": corrected("token", "token_k3"),
-        "correct_rollout, sequence": corrected("sequence", "seq_max_k2"),
-        "linear_masked_logprobs, entropy, kl": lambda h: (
-            linear_masked_logprobs(
-                h.flatten(0, 1),
-                weight,
-                labels.flatten().clamp(min=0),
-                kept,
-                entropy="grad",
-                reference=ReferenceHead(weight.detach(), hidden.detach().flatten(0, 1)),
-            ).logp
-        ),
-        "linear_masked_logprobs": lambda h: (
-            linear_masked_logprobs(h.flatten(0, 1), weight, labels.flatten().clamp(min=0), kept).logp
-        ),
     }.items():
         path(name, size, tokens, fresh(loss))
 
@@ -310,56 +253,37 @@ MODELS = {"small": (1_152, 256, 5_000), "record": (8_320, 768, 50_257), "long": 
 
 
 def gpt(size: str) -> None:
-    from leanstep.gpt import GPT, GPTConfig
+    from recipes.speedrun.train import GPT, Settings, Shape
 
     tokens, width, vocab = MODELS[size]
-    shape = {"model_dim": width, "num_heads": width // 128, "mlp_hidden": 4 * width, "vocab_size": vocab}
-    config = GPTConfig.preset("record-74", **shape)
-    model = GPT(config).to("cuda")
-    inputs, targets = (torch.randint(config.vocab_size, (tokens,), device="cuda") for _ in range(2))
+    shape = Shape(model_dim=width, num_heads=width // 128, mlp_hidden=4 * width)
+    model = GPT(Settings(vocab_size=vocab), shape).to("cuda")
+    inputs, targets, bigrams = (torch.randint(vocab, (tokens,), device="cuda") for _ in range(3))
+
+    def loss(batch: int, mtp: tuple[float, ...]) -> Tensor:
+        length = 512 - 64 * batch
+        ends = torch.tensor([*range(0, tokens, length), tokens], dtype=torch.int32)
+        return model.loss(inputs, targets, bigrams, model.documents(ends, tokens), mtp)
 
     def call(batch: int) -> None:
         model.zero_grad(set_to_none=True)
-        length = 512 - 64 * batch
-        ends = torch.tensor([*range(0, tokens, length), tokens], dtype=torch.int32)
-        model(inputs, targets, ends, mtp=(1.0, 0.5)).backward()
+        loss(batch, (1.0, 0.5)).backward()
 
     path("GPT", size, tokens, call)
 
     def evaluate(batch: int) -> None:
-        length = 512 - 64 * batch
-        ends = torch.tensor([*range(0, tokens, length), tokens], dtype=torch.int32)
-        model.mean_loss(inputs, targets, ends)
+        with torch.no_grad():
+            loss(batch, (1.0,))
 
-    path("GPT, mean_loss", size, tokens, evaluate)
-    model.untie()
-    path("GPT, untied", size, tokens, call)
+    path("GPT, evaluation", size, tokens, evaluate)
 
 
 LENSES = {"tiny": (3, 96, 4), "seed": (13, 2_048, 32), "large": (32, 4_096, 32)}
 
 
-def ragged(size: str) -> None:
-    from leanstep.objectives import bradley_terry, draw_pairs, hinge, make_groups, plackett_luce
-
-    samples, tokens, _ = LENSES[size]
-    # Groups as a loader that works ahead leaves them: offsets on the device.
-    count = 16 * samples
-    scores, labels = normal(count, dtype=FP32, grad=True), normal(count, dtype=FP32)
-    groups = make_groups(scores, torch.arange(0, count + 1, 16, device="cuda"), max_group_size=16)
-    for loss in (bradley_terry, hinge, plackett_luce):
-        path(loss.__name__, size, tokens, lambda _, loss=loss: backward(loss(scores, labels, groups)))
-
-    def drawn(_: int) -> None:
-        pairs = draw_pairs(labels, groups, 16)
-        backward(bradley_terry(scores, pairs=(pairs.i, pairs.j), weights=pairs.weight))
-
-    path("draw_pairs", size, tokens, drawn)
-
-
 def lens(size: str) -> None:
+    from benchmarks.lens_workloads import make_batch
     from leanstep.lens import LensObjective
-    from leanstep.lens.cases import make_batch
 
     samples, tokens, block = LENSES[size]
     params = {
@@ -387,7 +311,6 @@ ROOMS = {
     "objectives": (objectives, HEADS),
     "muon": (muon, MATRICES),
     "gpt": (gpt, MODELS),
-    "ragged": (ragged, LENSES),
     "lens": (lens, LENSES),
 }
 for room in sys.argv[1:] or ROOMS:

@@ -1,0 +1,1 @@
+"""Maintainers' scripts: kernel checks, calibration, the published table, fuzzers, the site."""

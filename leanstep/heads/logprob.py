@@ -1,0 +1,796 @@
+"""Log-probs and entropy of selected rows of an LM head, without the [T, V] logits.
+
+`linear_logprobs` selects rows and casts outside of its autograd Function. Inside, `HeadLoops` has two loops
+over the same tiles of logits, columns outside, rows inside. `statistics` has one product and the pass `stats`
+per tile. `gradients` has the logits again, the pass `grads`, and two products: dh, summed in fp32, and the
+dW of the tile's columns, which is finished before the next columns begin. A recomputed logit has the
+forward's bits, so that maximum and log-sum belong to the same logits. dW is allocated by the forward: until
+the backward writes it, its memory holds the logits of the first rows. `token_logprobs` runs the same passes
+on existing logits. passes.py has the passes.
+"""
+
+# T rows · N selected rows · D model · V local columns of the vocabulary · r low rank
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from leanstep.cpu import num_threads, run_on_cores
+from leanstep.heads import passes
+from leanstep.heads.allowed import AllowedPairs, check_allowed
+from leanstep.heads.head import (
+    Head,
+    check_matrix,
+    check_rows,
+    check_targets,
+    compute_dtype,
+    inverse_temperature,
+    open_head,
+)
+from leanstep.heads.parallel import all_gather, first_order_only, gather_hidden_rows, resolve_group
+from leanstep.output_buffers import check_output_buffer
+
+Entropy = Literal["none", "metric", "grad"]
+
+# Bytes of a tile of logits. On a CPU there is one per core, and it stays in the core's cache.
+CPU_TILE_BYTES, GPU_TILE_BYTES = 1 << 20, 752 << 20
+# Multiply-adds per core, from which on a part of the columns per core is faster than torch's threads.
+CORE_WORK = 1 << 28
+# Widths of tiles are multiples of this many columns.
+COLUMN_BLOCK = 128
+# The largest fp16 gradient of a logit before the sums, which are in fp32: a loss of 1 / N must not underflow.
+FP16_LARGEST = 1024.0
+
+
+class LogProbs(NamedTuple):
+    """One value per selected row, [N]; fp32, or fp64 for fp64 input.
+
+    logp, lse (log-sum-exp of the logits): differentiable. entropy: None if not requested. argmax: the lowest
+    id in a tie; no gradient.
+    """
+
+    logp: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    argmax: Tensor
+
+
+def outside_graph(function: Any) -> Any:
+    """Make a function end the graph of `torch.compile`, for any number of rows."""
+    return torch.compiler.disable(function, reason=f"{function.__name__} ends a graph; remove fullgraph=True")
+
+
+@outside_graph
+def linear_logprobs(
+    hidden: Tensor,
+    head: Any,
+    targets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: Entropy = "none",
+    allowed: tuple[Tensor, ...] | None = None,
+    group: Any = None,
+    vocab_total: int | None = None,
+    sequence_parallel: bool = False,
+    main_grad: Tensor | None = None,
+    chunk_rows: int | None = None,
+) -> LogProbs:
+    """Compute the targets' log-probs under the LM head, and its entropy, one tile of logits at a time.
+
+    Equivalent to, for a weight:
+        log_p = torch.log_softmax(hidden[rows].float() @ weight.float().T / temperature, -1)
+        logp = log_p.gather(1, targets[:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+
+    Row i of a language model scores token i + 1: `targets` are the predicted tokens, not the input tokens.
+    `plan_rows(...).targets(tokens)` and `next_token_targets(tokens)` align them.
+
+    Args:
+        hidden: [T, D], fp64, fp32, bf16 or fp16; with a group the same on every rank.
+        head: weight [V, D], an nn.Linear, a PEFT LoRA layer, or `Head(weight, bias, lora, scale, softcap)`.
+        targets: [N] ids of the whole vocabulary, or [T].
+        rows: [N] int64, rows to score, in any order, also repeated; None: all rows. Other rows are never
+            read and get zero gradient.
+        temperature: > 0, a float or one per row; also affects the entropy.
+        entropy: "none"; "metric": a value without gradient; "grad".
+        allowed: (ids, offsets) or (ids, offsets, has_set): row i's log-prob is that of the softmax over
+            ids[offsets[i] : offsets[i + 1]] and its target only; rows without a set over all ids. Entropy
+            and lse cover the whole vocabulary.
+        group: the process group over which the columns are sharded, equally many per rank.
+        vocab_total: ids from here on are padding and excluded; None: padded columns count.
+        sequence_parallel: hidden is [T / ranks, D]; `rows` are global and on the host.
+        main_grad: [V, D]; the weight's gradient is added to it and not returned.
+        chunk_rows: at most this many rows per tile of logits; None: chosen.
+
+    Peak extra memory: one tile (1 MiB per core on a CPU, 752 MiB on a GPU); [N, D] of the selected rows and
+        of their gradient in fp32, once per core; dW from the forward on.
+    Products (2 N D V FLOPs each): 3 for the rows whose logits fit the memory of dW, 4 for the others; 1
+        without gradients.
+    Collectives: with a group 1 gather forward and 1 all-reduce backward; otherwise none.
+    Use something else when: V < 1,000 and all rows are scored; the plain version is as fast.
+    """
+    check_entropy(entropy)
+    check_matrix("hidden", hidden)
+    ranks = resolve_group(group)
+    gathers = sequence_parallel and ranks is not None
+    total = len(hidden) * ranks.size() if gathers else len(hidden)  # type: ignore[union-attr]
+    if not gathers:
+        check_rows(rows, hidden)
+    product, opened, tensors = open_rows(hidden, head, rows, ranks if gathers else None)
+    acc, weight = accumulation_dtype(hidden.dtype, tensors[1].dtype), tensors[1]
+    if main_grad is not None:
+        inputs = (hidden, weight, opened.bias)
+        check_output_buffer("main_grad", main_grad, shape=weight.shape, device=hidden.device, inputs=inputs)
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows: expected at least 1, got {chunk_rows}")
+    first_id, real, vocab = local_columns(len(weight), ranks, vocab_total)
+    targets = check_targets(targets, rows, total, vocab)
+    k = inverse_temperature(temperature, rows, total, hidden, acc)
+    # Without a softcap, the scale is part of the factor of a row's logits.
+    k = k if opened.softcap is not None else k * opened.scale
+    sets = check_allowed(allowed, targets, vocab)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    settings = Settings(
+        opened.scale, opened.softcap, product, real, first_id, ranks, not gathers,
+        chunk_rows, entropy, main_grad, needs_grad,
+    )  # fmt: skip
+    with torch.autocast(hidden.device.type, enabled=False):
+        outputs = _LinearLogProbs.apply(settings, targets, k, sets, *tensors)
+    logp, value, lse, argmax = outputs  # type: ignore[misc]
+    return LogProbs(logp, None if entropy == "none" else value, lse, argmax)
+
+
+def open_rows(
+    hidden: Tensor, head: Any, rows: Tensor | None, gathers_from: dist.ProcessGroup | None = None
+) -> tuple[torch.dtype, Head, tuple[Any, ...]]:
+    """Do what autograd can do: select rows, cast, gather shards, multiply by LoRA's `down`.
+
+    Returns the dtype of the products' operands, the checked head, and (hidden [N, D], weight, bias, low
+    [N, r], up), where logits have the term low @ up.T.
+    """
+    narrow = compute_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        opened = open_head(head, hidden)
+        acc = accumulation_dtype(hidden.dtype, opened.weight.dtype)
+        # On a GPU, products have 16-bit operands where autocast or hidden has; a CPU widens them.
+        product = (
+            narrow if passes.on_gpu(hidden.device) and narrow.itemsize == 2 and acc == torch.float32 else acc
+        )
+        hidden = hidden.to(product) if product.itemsize == 2 else hidden
+        if gathers_from is not None:
+            if opened.lora is not None:
+                raise ValueError("head.lora: expected None with sequence_parallel; merge the adapter first")
+            hidden = gather_hidden_rows(hidden, rows, gathers_from)
+        elif rows is not None:
+            hidden = hidden.index_select(0, rows)
+        low = up = None
+        if opened.lora is not None:
+            down, up, scaling = opened.lora
+            low = torch.nn.functional.linear(hidden, down.to(hidden.dtype)) * scaling
+    return product, opened, (hidden, opened.weight, opened.bias, low, up)
+
+
+class Settings(NamedTuple):
+    """The constants of a call; `reduces`: the hidden gradient is summed over the ranks of `group`."""
+
+    scale: float
+    softcap: float | None
+    product: torch.dtype
+    real: int
+    first_id: int
+    group: dist.ProcessGroup | None
+    reduces: bool
+    chunk_rows: int | None
+    entropy: str
+    main_grad: Tensor | None
+    needs_grad: bool
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, settings, ids, k, sets, hidden, weight, bias, low, up):  # type: ignore[override]
+        own = settings.needs_grad and ctx.needs_input_grad[5] and settings.main_grad is None
+        fit = rows_in_gradient(weight, k.dtype) if own else 0
+        tiles = choose_tiles(
+            len(hidden), hidden.shape[1], settings.real, fit, settings.chunk_rows, hidden.device
+        )
+        dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if tiles.high <= fit else None
+        loops = HeadLoops(settings, tiles, hidden, weight, bias, low, up, ids, k)
+        pairs = None if sets is None else AllowedPairs(sets, ids, k, settings.first_id, settings.real, tiles)
+        table = loops.statistics(None if dw is None else (dw.view(-1).view(k.dtype), fit), pairs)
+        logp, entropy, lse, argmax, softmax = row_outputs(table, k, sets)
+        ctx.save_for_backward(hidden, weight, bias, low, up, ids, k, *softmax)
+        ctx.settings, ctx.tiles, ctx.pairs, ctx.dw = settings, tiles, pairs, dw
+        ctx.mark_non_differentiable(argmax, *([] if settings.entropy == "grad" else [entropy]))
+        ctx.set_materialize_grads(False)
+        return logp, entropy, lse, argmax
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, g_logp, g_entropy, g_lse, _):
+        hidden, weight, bias, low, up, ids, k, *softmax = ctx.saved_tensors
+        settings, needs = ctx.settings, ctx.needs_input_grad[4:]
+        # dW overwrites the logits in its memory and is returned; a second backward recomputes them.
+        dw, ctx.dw = ctx.dw, None
+        memory = None if dw is None else (dw.view(-1).view(k.dtype), rows_in_gradient(weight, k.dtype))
+        if needs[1] and settings.main_grad is not None:
+            dw = settings.main_grad
+        elif needs[1] and dw is None:
+            dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        loops = HeadLoops(settings, ctx.tiles, hidden, weight, bias, low, up, ids, k)
+        sums = loops.new_sums(needs, dw, accumulate=settings.main_grad is not None)
+        factors = row_factors(k, settings, softmax, ctx.pairs, g_logp, g_entropy, g_lse)
+        dh, dlow = loops.gradients(factors, memory, ctx.pairs, sums)
+        dh, dlow = reduce_over_ranks(dh, dlow, settings.group if settings.reduces else None)
+        if settings.main_grad is not None and needs[1]:
+            dw = main_grad_mark(weight)
+        grads = (dh, dw, sums.bias, dlow, sums.up)
+        inputs = (hidden, weight, bias, low, up)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *[None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)],
+        )
+
+
+class Tiles(NamedTuple):
+    """The tiles of a call, the same in forward and backward. rows: slices. cols: slices, per core."""
+
+    rows: list[slice]
+    cols: list[list[slice]]
+    high: int
+    wide: int
+
+
+def choose_tiles(
+    n: int, width: int, vocab: int, fit: int, chunk_rows: int | None, device: torch.device
+) -> Tiles:
+    """Cut n rows and `vocab` columns into tiles. `fit`: rows of logits that the memory of dW holds."""
+    on_gpu = passes.on_gpu(device)
+    size = (GPU_TILE_BYTES if on_gpu else CPU_TILE_BYTES) // 4
+    if on_gpu:
+        # Square tiles: sums of dh and dW are read and written once per tile. Sizes fill whole thread blocks.
+        high = fit if n <= fit else max(int(size**0.5) // 256 * 256, 1)
+        high = -(-n // max(-(-n // high), 1)) if high < n else n
+        high = min(-(-high // 128) * 128, max(n, 1))
+    else:
+        # As many rows as dW's memory holds; fewer than 256 cost more in slow products than the recomputing.
+        high = min(fit, 4096) if fit >= min(n, 256) else 1024
+    high = max(1, min(high, n, chunk_rows or n))
+    wide = max(COLUMN_BLOCK, size // high // COLUMN_BLOCK * COLUMN_BLOCK)
+    wide = max(1, min(wide, vocab))
+    if on_gpu and vocab:
+        # Even widths in whole thread blocks. Few rows do not need a wide tile to fill the device.
+        wide = min(wide, 1 << 15)
+        wide = -(-vocab // -(-vocab // wide))
+        wide = min(-(-wide // COLUMN_BLOCK) * COLUMN_BLOCK, vocab)
+    # Zero rows: one empty tile, which writes zeros to dW.
+    rows = [slice(i, min(i + high, n)) for i in range(0, max(n, 1), high)]
+    cols = [slice(i, min(i + wide, vocab)) for i in range(0, vocab, wide)]
+    threads = 1 if on_gpu else num_threads()
+    cores = min(threads, len(cols)) if n * vocab * width >= threads * CORE_WORK else 1
+    share = max(-(-len(cols) // cores), 1) if cols else 1
+    return Tiles(rows, [cols[i : i + share] for i in range(0, len(cols), share)], high, wide)
+
+
+class Sums(NamedTuple):
+    """Accumulators of a head's gradients; None where not needed. weight is written, or added to."""
+
+    weight: Tensor | None
+    accumulate: bool
+    bias: Tensor | None
+    up: Tensor | None
+    needs: tuple[bool, ...]
+
+
+class HeadLoops:
+    """The two loops over the tiles of a head's logits.
+
+    Logits are without temperature, and without `scale` if there is no softcap: k, a factor per row, has both.
+    """
+
+    def __init__(self, settings: Any, tiles: Tiles, hidden, weight, bias, low, up, ids, k) -> None:  # type: ignore[no-untyped-def]
+        self.tiles, self.weight, self.bias, self.up, self.ids = tiles, weight, bias, up, ids
+        self.scale, self.softcap, self.group = settings.scale, settings.softcap, settings.group
+        self.first_id, self.real = settings.first_id, settings.real
+        self.k = k
+        self.product, self.acc = settings.product, k.dtype
+        self.hidden = hidden.to(self.product).contiguous()
+        self.low = None if low is None else low.to(self.product)
+        self.passes = passes.passes_for(hidden, self.acc, len(hidden) * self.real)
+
+    def statistics(self, memory: tuple[Tensor, int] | None, pairs: AllowedPairs | None) -> Tensor:
+        """Return the table of the rows' statistics over all ranks, [5 or 7, N].
+
+        Rows 0 to 4 are the outputs of the pass `stats`; 5 and 6 the maximum and sum over the allowed ids.
+        `memory`: (flat tensor, rows per column) that the logits of the first rows are left in.
+        """
+        tiles, n = self.tiles, len(self.hidden)
+        tables = self.k.new_empty(max(-(-self.real // tiles.wide), 1), 5, n)
+        if not self.real:
+            tables.copy_(self.k.new_tensor([-torch.inf, 0, 0, -torch.inf, 0])[None, :, None])
+
+        def job(core: int) -> None:
+            scratch = self.k.new_empty(tiles.high * _aligned(tiles.wide))
+            for cols in tiles.cols[core]:
+                operands = self.columns(cols)
+                finish = self.finish(operands, pairs)
+                table = tables[cols.start // tiles.wide]
+                for rows in tiles.rows:
+                    out = _held(memory, rows, cols)
+                    out = _view(scratch, rows, cols) if out is None else out
+                    z = self.logits(rows, operands, out, finished=not finish)
+                    vectors = (self.k[rows], *table[:, rows])
+                    self.passes.stats(z, self.ids[rows], self.first_id + cols.start, *vectors, **finish)
+                    if pairs is not None:
+                        pairs.read(z, rows, cols)
+
+        on_cores(job, tiles)
+        table = join(tables, self.k, tiles.wide)
+        if pairs is not None:
+            table = torch.cat([table, pairs.statistics(self.k)])
+        return join_ranks(table, self.k, len(self.weight), self.group)
+
+    def new_sums(self, needs: Any, dw: Tensor | None, *, accumulate: bool = False) -> Sums:
+        if dw is not None and not accumulate:
+            dw[self.real :].zero_()
+        bias = self.k.new_zeros(len(self.weight)) if needs[2] else None
+        up = self.k.new_zeros(self.up.shape) if needs[4] else None
+        return Sums(dw, accumulate, bias, up, tuple(needs))
+
+    def gradients(
+        self,
+        factors: tuple[Any, ...],
+        memory: tuple[Tensor, int] | None,
+        pairs: AllowedPairs | None,
+        sums: Sums,
+        in_place: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Write dW and the other sums of the head; return dh [N, D] and the gradient of `low` [N, r].
+
+        `factors`: from `row_factors`. `in_place`: gradients may overwrite the logits in `memory`.
+        """
+        tiles, acc = self.tiles, self.acc
+        vectors, own, unit = factors
+        inv_cap = 0.0 if self.softcap is None else 1 / self.softcap
+        cores = max(len(tiles.cols), 1)
+        dhs, dlows = (
+            [None] * cores if x is None or not needed else self.k.new_zeros(cores, *x.shape)
+            for x, needed in ((self.hidden, sums.needs[0]), (self.low, sums.needs[3]))
+        )
+        dw = sums.weight
+
+        def job(core: int) -> None:
+            dh, dlow = dhs[core], dlows[core]
+            scratch = self.k.new_empty(tiles.high * _aligned(tiles.wide))
+            for cols in tiles.cols[core]:
+                w, _, up = operands = self.columns(cols)
+                finish = self.finish(operands, pairs)
+                # 16-bit gradients are summed in fp32 and rounded once; one product does that by itself.
+                once = len(tiles.rows) == 1 and not sums.accumulate
+                writes = dw is not None and unit is None
+                writes = writes and (dw.dtype == acc or (once and dw.dtype == self.product))  # type: ignore[union-attr]
+                dw_cols = None
+                if dw is not None:
+                    dw_cols = dw[cols] if writes else self.k.new_empty(w.shape)
+                for rows in tiles.rows:
+                    z, tile = _held(memory, rows, cols), _view(scratch, rows, cols)
+                    if z is None:
+                        z = self.logits(rows, operands, tile, finished=not finish)
+                    elif in_place:
+                        tile = z
+                    # 16-bit gradients take the first half of the memory of each row's logits.
+                    du = tile if self.product == acc else _narrowed(tile, self.product)
+                    of_allowed = None if pairs is None else pairs.gradients(z, rows, cols, own, inv_cap)
+                    first = self.first_id + cols.start
+                    of_rows = [v[rows] for v in vectors]
+                    self.passes.grads(z, du, self.ids[rows], first, *of_rows, inv_cap, **finish)
+                    if of_allowed is not None:
+                        pairs.add(du, rows, cols, of_allowed)  # type: ignore[union-attr]
+                    if dh is not None:
+                        multiply_(dh[rows], du, w, add=True)
+                    if dw_cols is not None:
+                        add = rows.start > 0 or (writes and sums.accumulate)
+                        multiply_(dw_cols, du.t(), self.hidden[rows], add=add)
+                    if sums.bias is not None:
+                        column_sums = du.sum(0, dtype=acc)
+                        sums.bias[cols] += column_sums if unit is None else column_sums * unit
+                    if dlow is not None:
+                        multiply_(dlow[rows], du, up, add=True)
+                    if sums.up is not None:
+                        product = multiply_(torch.empty_like(sums.up[cols]), du.t(), self.low[rows])  # type: ignore[index]
+                        sums.up[cols] += product if unit is None else product * unit
+                if dw_cols is not None and not writes:
+                    dw_cols = dw_cols if unit is None else dw_cols.mul_(unit)
+                    dw[cols] = dw[cols] + dw_cols if sums.accumulate else dw_cols  # type: ignore[index]
+
+        on_cores(job, tiles)
+
+        def total(parts: Any) -> Tensor | None:
+            if not isinstance(parts, Tensor):
+                return None
+            whole = parts[0] if len(parts) == 1 else parts.sum(0)
+            return whole if unit is None else whole.mul_(unit)
+
+        return total(dhs), total(dlows)
+
+    def columns(self, cols: slice) -> tuple[Any, Any, Any]:
+        """Return weight, bias and up of some columns in the dtype of the products."""
+        bias = None if self.bias is None else self.bias[cols].to(self.acc)
+        up = None if self.up is None else self.up[cols].to(self.product)
+        return self.weight[cols].to(self.product), bias, up
+
+    def finish(self, operands: tuple[Any, Any, Any], pairs: AllowedPairs | None) -> dict[str, Any]:
+        """Return options that let Triton's passes add the bias and cap the products that they read."""
+        reads_products = self.passes not in (passes.TORCH, passes.NATIVE) and pairs is None
+        if not reads_products or (operands[1] is None and self.softcap is None):
+            return {}
+        inner = 1.0 if self.softcap is None else self.scale / self.softcap
+        return {"finish": (operands[1], inner, self.softcap)}
+
+    def logits(
+        self, rows: slice, operands: tuple[Any, Any, Any], out: Tensor, finished: bool = True
+    ) -> Tensor:
+        """Write a tile's logits to `out`; without `finished`, the products only."""
+        w, bias, up = operands
+        if not finished or bias is None or w.dtype != out.dtype:
+            z = multiply_(out, self.hidden[rows], w.t())
+            z = z.add_(bias) if finished and bias is not None else z
+        else:
+            z = torch.addmm(bias, self.hidden[rows], w.t(), out=out)
+        if up is not None:
+            multiply_(z, self.low[rows], up.t(), add=True)  # type: ignore[index]
+        if not finished or self.softcap is None:
+            return z
+        return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+
+
+def on_cores(job: Any, tiles: Tiles) -> None:
+    """Call job(core) for every core's columns, with one torch thread per core if there are several."""
+    if len(tiles.cols) > 1:
+        run_on_cores([lambda _, core=core: job(core) for core in range(len(tiles.cols))], len(tiles.cols))
+    elif tiles.cols:
+        job(0)
+
+
+def _aligned(width: int) -> int:
+    """Return the length of a row of a tile: a multiple of 8 numbers, so that every row is aligned."""
+    return -(-width // 8) * 8
+
+
+def _view(memory: Tensor, rows: slice, cols: slice) -> Tensor:
+    high, wide = rows.stop - rows.start, _aligned(cols.stop - cols.start)
+    return memory[: high * wide].view(high, wide)[:, : cols.stop - cols.start]
+
+
+def aligned_tile(rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an uninitialized [rows, width] tile with aligned rows."""
+    return torch.empty((rows, _aligned(width)), dtype=dtype or like.dtype, device=like.device)[:, :width]
+
+
+def _narrowed(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a 16-bit tile in the first half of the memory of each row of an fp32 one."""
+    rows, width = tile.shape
+    whole = tile.as_strided((rows, tile.stride(0)), (tile.stride(0), 1))
+    return whole.view(dtype)[:, :width]
+
+
+def _held(memory: tuple[Tensor, int] | None, rows: slice, cols: slice) -> Tensor | None:
+    """Return the tile kept in the memory that outlives the forward, or None if it was not kept."""
+    if memory is None or rows.start or rows.stop > memory[1]:
+        return None
+    flat, fit = memory
+    width = cols.stop - cols.start
+    # Aligned rows of the last tile may need more than its columns' memory.
+    if rows.stop * _aligned(width) > width * fit:
+        return None
+    return _view(flat[cols.start * fit :], rows, cols)
+
+
+def rows_in_gradient(weight: Tensor, acc: torch.dtype) -> int:
+    """Return how many rows of logits fit the memory of the weight's gradient."""
+    fit, rest = divmod(weight.shape[1] * weight.element_size(), acc.itemsize)
+    return 0 if rest else fit
+
+
+def multiply_(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> Tensor:
+    """Write a @ b to `out`, or add it; 16-bit operands are summed in the dtype of `out`."""
+    if a.dtype == out.dtype:
+        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    if _sums_in_fp32(a.dtype, out.dtype, out.device):
+        if add:
+            return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+
+
+@functools.cache
+def _sums_in_fp32(operands: torch.dtype, result: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch multiplies 16-bit operands into fp32 sums; otherwise operands are widened."""
+    a, sums = (torch.ones((8, 8), dtype=dtype, device=device) for dtype in (operands, result))
+    try:
+        torch.addmm(sums, a, a, out_dtype=result, out=sums)
+        torch.mm(a, a, out_dtype=result, out=sums)
+        return True
+    except (RuntimeError, TypeError):
+        return False
+
+
+def join(tables: Tensor, k: Tensor, step: int) -> Tensor:
+    """Return the table of all columns from tables [C, 5 or 7, N] of C neighbors, `step` columns apart."""
+    max_, sum_, sum_x, target, argmax, *allowed = tables.unbind(1)
+    m = max_.amax(0)
+    first = (max_ == m).int().argmax(0)  # the lowest neighbor that holds the maximum
+    # Ids are exact in fp32 up to 16 million columns.
+    argmax = argmax.gather(0, first[None])[0] + first * step
+
+    def weight(maxima: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+        # A neighbor (or a whole row) of -inf has sum 0; its clamped shift is finite, so it adds nothing.
+        shift = ((maxima - top.masked_fill(top == -torch.inf, 0)) * k).clamp_(min=-800)
+        return shift, shift.exp()
+
+    shift, e = weight(max_, m)
+    results = [m, (sum_ * e).sum(0), ((sum_x + shift * sum_) * e).sum(0), target.amax(0), argmax]
+    if allowed:
+        top = allowed[0].amax(0)
+        results += [top, (allowed[1] * weight(allowed[0], top)[1]).sum(0)]
+    return torch.stack(results)
+
+
+def join_ranks(table: Tensor, k: Tensor, width: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the table of the whole vocabulary from that of this rank's columns. Collectives: 1."""
+    if group is None:
+        return table
+    return join(all_gather(table, group).unflatten(0, (group.size(), -1)), k, width)
+
+
+def row_outputs(table: Tensor, k: Tensor, sets: Any) -> tuple[Any, ...]:
+    """Return log-prob, entropy, lse and argmax, [N] each, and what the gradients need of the softmax.
+
+    Maximum and log-sum stay apart: at logits near 1e6, their sum would lose the digits of e^(z - lse).
+    """
+    m, s, t, target, argmax, *allowed = table
+    log_s = s.log().masked_fill(s == 0, 0)
+    entropy = (log_s - t / s).masked_fill(s == 0, 0)
+    own_m, own_log_s, softmax = m, log_s, (m, log_s, entropy)
+    if sets is not None:
+        own_m = torch.where(sets.has_set, allowed[0], m)
+        own_log_s = torch.where(sets.has_set, allowed[1].log().masked_fill(allowed[1] == 0, 0), log_s)
+        softmax = (*softmax, own_m, own_log_s)
+    finite = own_m.masked_fill(own_m == -torch.inf, 0)
+    logp = (target - finite) * k - own_log_s
+    return logp, entropy, m * k + log_s, argmax.long(), softmax
+
+
+def row_factors(
+    k: Tensor, settings: Any, softmax: Any, pairs: Any, g_logp: Any, g_entropy: Any, g_lse: Any
+) -> tuple[Any, ...]:
+    """Return the vectors of the pass `grads`, those of the allowed ids, and the unit of fp16 gradients.
+
+    du = factor slope (g onehot - p (a + b (log p + H))) with a = g - g_lse and b = g_H; factor is scale /
+    temperature, and a row of -inf gets no gradient.
+    """
+    m, log_s, entropy, *allowed = softmax
+    dead = m == -torch.inf
+    factor = (k if settings.softcap is None else k * settings.scale).masked_fill(dead, 0)
+    g, b, g_lse = (torch.zeros_like(k) if x is None else x * factor for x in (g_logp, g_entropy, g_lse))
+    a, own = g - g_lse, None
+    if pairs is not None:
+        a = torch.where(pairs.has_set, -g_lse, a)
+        own_m, own_log_s = allowed
+        own = (k, own_m.masked_fill(own_m == -torch.inf, 0), own_log_s, g)
+    unit = None
+    if settings.product == torch.float16:
+        largest = torch.stack([a, b, g]).abs().amax() if len(k) else k.new_zeros(())
+        unit = (largest / FP16_LARGEST).clamp(min=torch.finfo(k.dtype).tiny)
+        a, b, g = a / unit, b / unit, g / unit
+        own = None if own is None else (*own[:3], g)
+    return (k, m.masked_fill(dead, 0), log_s, entropy, a, b, g), own, unit
+
+
+def reduce_over_ranks(
+    dh: Tensor | None, dlow: Tensor | None, group: dist.ProcessGroup | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Add the shards' contributions to both gradients. Collectives: 1 with a group."""
+    present = [x for x in (dh, dlow) if x is not None]
+    if group is None or not present:
+        return dh, dlow
+    both = torch.cat(present, 1) if len(present) == 2 else present[0].contiguous()
+    dist.all_reduce(both, group=group)
+    split = iter(both.split([x.shape[1] for x in present], 1))
+    return (None if dh is None else next(split)), (None if dlow is None else next(split))
+
+
+def main_grad_mark(weight: Any) -> Tensor | None:
+    """Return the gradient for autograd after the real one was added to main_grad: None, or Megatron's mark.
+
+    Megatron's reducers wait for a gradient; the mark tells them not to read it. They do read that of a shared
+    embedding (`zero_out_wgrad`), because autograd has added the embedding's own gradient to it.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    is_read = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if is_read else torch.empty_like(weight)
+
+
+def local_columns(width: int, group: Any, vocab_total: int | None) -> tuple[int, int, int]:
+    """Return this rank's first id, its number of columns that are not padding, and the vocabulary's size."""
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    if vocab_total is not None and not 1 <= vocab_total <= width * size:
+        raise ValueError(f"vocab_total: expected 1 to {width * size} columns, got {vocab_total}")
+    vocab = width * size if vocab_total is None else vocab_total
+    return rank * width, min(max(vocab - rank * width, 0), width), vocab
+
+
+def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Return fp64 if any dtype is fp64, otherwise fp32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def check_entropy(entropy: str) -> None:
+    if entropy not in ("none", "metric", "grad"):
+        raise ValueError(f"entropy: expected none, metric or grad, got {entropy!r}")
+
+
+@outside_graph
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: Entropy = "none",
+    allowed: tuple[Tensor, ...] | None = None,
+    group: Any = None,
+    vocab_total: int | None = None,
+    chunk_rows: int | None = None,
+    reuse_buffer: bool = False,
+) -> LogProbs:
+    """Return the log-prob of one target per row of existing logits, and the row's entropy.
+
+    Equivalent to:
+        log_p = torch.log_softmax(logits.float() / temperature, -1)
+        logp = log_p.gather(1, targets[:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+
+    Args:
+        logits: [T, V], any float dtype and strides; not modified unless `reuse_buffer`. They may be -inf; a
+            row of -inf has logp -inf and entropy 0.
+        targets, rows, temperature, entropy, allowed, group, vocab_total, chunk_rows: as in `linear_logprobs`.
+        reuse_buffer: the backward pass writes the gradient over `logits`. Only for contiguous fp32 or fp64
+            logits that are not a leaf, without `rows`, and for a single backward pass.
+
+    Peak extra memory: the gradient and one tile; saved for backward: `logits` and vectors.
+    Collectives: with a group 1 gather forward; otherwise none.
+    Use something else when: a second derivative is needed (`reference.reference_logprobs`).
+    """
+    check_entropy(entropy)
+    check_matrix("logits", logits)
+    check_rows(rows, logits)
+    ranks = resolve_group(group)
+    acc = accumulation_dtype(logits.dtype)
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows: expected at least 1, got {chunk_rows}")
+    first_id, real, vocab = local_columns(logits.shape[1], ranks, vocab_total)
+    targets = check_targets(targets, rows, len(logits), vocab)
+    k = inverse_temperature(temperature, rows, len(logits), logits, acc)
+    sets = check_allowed(allowed, targets, vocab)
+    if reuse_buffer:
+        base = logits if logits._base is None else logits._base
+        fits = logits.is_contiguous() and logits.dtype == acc and rows is None
+        if not fits or logits.is_leaf or base.is_leaf:
+            expected = "contiguous fp32 or fp64 logits that are not a leaf, and no rows"
+            raise ValueError(f"reuse_buffer: expected {expected}, got {logits.dtype} {tuple(logits.shape)}")
+    settings = Settings(
+        1.0, None, acc, real, first_id, ranks, False, chunk_rows, entropy, None, torch.is_grad_enabled()
+    )
+    outputs = _TokenLogProbs.apply(settings, targets, k, sets, rows, reuse_buffer, logits)
+    logp, value, lse, argmax = outputs  # type: ignore[misc]
+    return LogProbs(logp, None if entropy == "none" else value, lse, argmax)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, settings, ids, k, sets, index, reuse, logits):  # type: ignore[override]
+        tiles = _tiles_of_logits(len(ids), settings.real, settings.chunk_rows, logits.device, index)
+        pairs = None if sets is None else AllowedPairs(sets, ids, k, settings.first_id, settings.real, tiles)
+        tables = k.new_empty(max(len(range(0, settings.real, tiles.wide)), 1), 5, len(ids))
+        if not settings.real:
+            tables.copy_(k.new_tensor([-torch.inf, 0, 0, -torch.inf, 0])[None, :, None])
+        body = passes.passes_for(logits, k.dtype, len(ids) * settings.real)
+
+        def job(core: int) -> None:
+            for cols in tiles.cols[core]:
+                table = tables[cols.start // tiles.wide]
+                for rows in tiles.rows:
+                    z = _existing(logits, index, rows, cols, k.dtype)
+                    body.stats(z, ids[rows], settings.first_id + cols.start, k[rows], *table[:, rows])
+                    if pairs is not None:
+                        pairs.read(z, rows, cols)
+
+        on_cores(job, tiles)
+        table = join(tables, k, tiles.wide)
+        if pairs is not None:
+            table = torch.cat([table, pairs.statistics(k)])
+        table = join_ranks(table, k, logits.shape[1], settings.group)
+        logp, entropy, lse, argmax, softmax = row_outputs(table, k, sets)
+        ctx.save_for_backward(logits, ids, k, *softmax)
+        ctx.index, ctx.reuse, ctx.settings, ctx.tiles, ctx.pairs = index, reuse, settings, tiles, pairs
+        ctx.mark_non_differentiable(argmax, *([] if settings.entropy == "grad" else [entropy]))
+        ctx.set_materialize_grads(False)
+        return logp, entropy, lse, argmax
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, g_logp, g_entropy, g_lse, _):
+        if ctx.reuse is None:
+            raise RuntimeError("reuse_buffer: the first backward pass has overwritten the logits")
+        logits, ids, k, *softmax = ctx.saved_tensors
+        settings, tiles, pairs, index = ctx.settings, ctx.tiles, ctx.pairs, ctx.index
+        vectors, own, _ = row_factors(k, settings, softmax, pairs, g_logp, g_entropy, g_lse)
+        if ctx.reuse:
+            grad, ctx.reuse = logits.detach(), None
+        elif index is None:
+            grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        else:
+            grad = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+        grad[:, settings.real :] = 0
+        body = passes.passes_for(logits, k.dtype, len(ids) * settings.real)
+        # Gradients go straight to their place if the pass can write there.
+        direct = index is None and (grad.dtype == k.dtype or passes.on_gpu(grad.device))
+
+        def job(core: int) -> None:
+            scratch = None if direct else k.new_empty(tiles.high * _aligned(tiles.wide))
+            for cols in tiles.cols[core]:
+                for rows in tiles.rows:
+                    z = _existing(logits, index, rows, cols, k.dtype)
+                    du = grad[rows, cols] if scratch is None else _view(scratch, rows, cols)
+                    of_allowed = None if pairs is None else pairs.gradients(z, rows, cols, own, 0.0)
+                    first = settings.first_id + cols.start
+                    body.grads(z, du, ids[rows], first, *[v[rows] for v in vectors], 0.0)
+                    if of_allowed is not None:
+                        pairs.add(du, rows, cols, of_allowed)  # type: ignore[union-attr]
+                    if index is not None:
+                        # Each core has its own columns, so that repeated rows add up in a fixed order.
+                        grad[:, cols].index_add_(0, index[rows], du.to(grad.dtype))
+                    elif not direct:
+                        grad[rows, cols] = du
+
+        on_cores(job, tiles)
+        return None, None, None, None, None, None, grad
+
+
+def _tiles_of_logits(
+    n: int, vocab: int, chunk_rows: int | None, device: torch.device, index: Tensor | None
+) -> Tiles:
+    """Cut existing logits: whole rows, or a part of every row per core."""
+    on_gpu = passes.on_gpu(device)
+    cores = 1 if on_gpu or n * vocab < num_threads() << 18 else num_threads()
+    wide = max(-(-vocab // cores), 1)
+    high = max((GPU_TILE_BYTES if on_gpu else CPU_TILE_BYTES) // 4 // wide, 1)
+    # On a GPU, the passes read and write the caller's tensors: there is no tile to bound.
+    high = n if on_gpu and index is None else high
+    high = max(1, min(high, n, chunk_rows or n))
+    rows = [slice(i, min(i + high, n)) for i in range(0, max(n, 1), high)]
+    return Tiles(rows, [[slice(i, min(i + wide, vocab))] for i in range(0, vocab, wide)], high, wide)
+
+
+def _existing(logits: Tensor, index: Tensor | None, rows: slice, cols: slice, acc: torch.dtype) -> Tensor:
+    """Return a tile of given logits, a view where a pass can read one."""
+    if index is not None:
+        return logits[:, cols].index_select(0, index[rows]).to(acc)
+    z = logits[rows, cols]
+    in_place = z.stride(1) == 1 or z.shape[1] == 1
+    if passes.on_gpu(z.device):
+        return z if in_place else z.contiguous()
+    return z if in_place and z.dtype == acc else z.to(acc).contiguous()

@@ -1,1 +1,0 @@
-"""GPU only: tile sizes that fill the device, and kernels for whole rows."""

@@ -1,0 +1,124 @@
+"""`python -m dev.kernels FILE.py`: launches are compiled and checked; other files give a one-line error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from dev.kernel_checks import file_check
+from dev.kernel_checks.file_check import FileProblem
+from dev.kernels import run
+
+FILE = Path(__file__).with_name("own_file.py")
+
+
+@pytest.fixture(autouse=True)
+def compiled_kernels(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.mark.timeout(600)
+def test_what_a_file_launches_is_compiled_and_checked(capsys):
+    assert run([str(FILE), "--targets", "sm_89,gfx942", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    for target in ("sm_89", "gfx942"):
+        rows = [row for row in result["rows"] if row["target"] == target]
+        # Two types of one kernel, two configurations of the other.
+        assert (
+            sorted(row["kernel"].split()[0] for row in rows) == ["add_one_kernel"] * 2 + ["scale_kernel"] * 2
+        )
+        assert {row["num_warps"] for row in rows} == {4, 8}
+        assert all(row["registers"] > 0 and row["spill_bytes"] == 0 and not row["error"] for row in rows)
+    assert result["problems"] == [] and result["launches"] == {"add_one_kernel": 2, "scale_kernel": 1}
+    assert result["not_launched"] == ["forgotten_kernel"]
+    assert "3 launches in the interpreter: no problem" in captured.err
+    assert [(row["result"], row["error"]) for row in result["parity"]] == [("x", 0.0), ("y", 0.0)]
+    assert "not launched, so not checked: forgotten_kernel" in captured.err
+
+
+@pytest.mark.timeout(600)
+def test_a_step_out_of_bounds_fails_and_names_the_line(capsys):
+    launch = f"{FILE}:launch_with_a_step_too_far"
+    assert run([str(FILE), "--targets", "sm_90", "--launch", launch]) == 1
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    (number,) = [
+        n
+        for n, line in enumerate(FILE.read_text().splitlines(), 1)
+        if "tl.load(x_ptr + at, mask=inside)" in line
+    ]
+    assert f"add_one_kernel, line {number}: load out of bounds" in said
+    assert f"add_one_kernel, line {number}: store out of bounds" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["missing.py"], "FILE.py: expected a Python file, got missing.py"),
+        ([str(FILE.parent)], "FILE.py: expected a Python file"),
+        ([str(FILE), "--launch", "missing.py:go"], "--launch: expected a Python file, got missing.py"),
+        ([str(FILE), "--shipped"], "--shipped: expected no FILE.py"),
+        (["--launch", str(FILE)], "--launch: expected FILE.py with it"),
+        (["--skip-memory"], "--skip-memory: expected FILE.py with it"),
+        (["--plain", "go"], "--plain: expected FILE.py with it"),
+        ([str(FILE), "--targets", "hopper"], "--targets: expected names like"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, line, capsys):
+    assert run([*arguments]) == 2
+    said = capsys.readouterr().err.strip()
+    assert line in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.timeout(600)
+def test_results_that_differ_from_the_plain_function_fail(capsys):
+    assert run([str(FILE), "--targets", "sm_90", "--plain", "plain_that_differs"]) == 1
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert "result x DIFFERS with plain_that_differs(): relative error 3.3e-01" in said
+    assert "result y agrees with plain_that_differs()" in said
+    assert run([str(FILE), "--targets", "sm_90", "--plain", "plain_of_something_else"]) == 2
+    assert "to return the same tensors, got ['x', 'y'] and ['0']" in capsys.readouterr().err
+
+
+def request(function: str, file: Path = FILE) -> dict:
+    return {"file": str(file), "launch": str(file), "function": function, "targets": ["sm_90"], "plain": None}
+
+
+def refusal(request: dict) -> str:
+    """Return the message of the compiling process, without starting a process."""
+    with pytest.raises(FileProblem) as problem:
+        with file_check._without_gpu(request["targets"]):
+            module, launch = file_check._loaded(request)
+            file_check._compile(request, module, launch)
+    assert "\n" not in str(problem.value)
+    return str(problem.value)
+
+
+def test_a_file_that_cannot_be_checked_is_one_line(tmp_path):
+    assert "does not define go(); write launch()" in refusal(request("go"))
+    assert refusal(request("launch_nothing")).endswith("launch_nothing() launched no Triton kernel")
+    said = refusal(request("launch_and_fail"))
+    assert "launch_and_fail() failed: line " in said and said.endswith("ValueError: no such size")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\nimport not_installed_anywhere\n")
+    assert "line 2: ModuleNotFoundError: No module named 'not_installed_anywhere'" in refusal(
+        request("launch", broken)
+    )
+
+
+def test_what_the_interpreter_cannot_run_is_said_with_the_way_around_it():
+    from triton.runtime.errors import InterpreterError
+
+    def launch():
+        raise InterpreterError("TypeError('cannot convert None to tensor')")
+
+    with pytest.raises(
+        FileProblem, match=r"convert None .*interpreter cannot run .*--skip-memory only compiles"
+    ):
+        file_check._launched({"launch": "own.py", "function": "launch"}, launch)

@@ -1,0 +1,138 @@
+"""The timeline and the snapshot agree with the verdict; the sweep edits arguments and finds what fits."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from rehearse.rehearsed import run_text
+from torch.cuda import _memory_viz
+
+from leanstep.files import BadInput
+from leanstep.rehearse import exports, sweep
+from leanstep.rehearse.cuda_allocator import MIB, Settings, memory_of, replay
+from leanstep.rehearse.devices import device_named
+from leanstep.rehearse.events import Alloc, Free
+from leanstep.rehearse.what_if import timed_step, update_step
+
+H100 = device_named("h100")
+SCRIPT = """\
+import os
+os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+import torch
+model = torch.nn.Linear(2048, 2048).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for i in range(4):
+    model(torch.randn(1024 * (i + 1), 2048, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    return run_text(tmp_path_factory.mktemp("exports"), SCRIPT).recording
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+def test_the_snapshot_has_the_peaks_of_the_verdict(recording, settings):
+    assert recording.allocator == "expandable_segments:True"
+    recording = type(recording)(**{**vars(recording), "allocator": settings})
+    memory = memory_of(recording, H100.memory_bytes, H100.context_bytes)
+    snapshot = exports.memory_snapshot(recording, memory)
+    sign = {"alloc": 1, "free_completed": -1}
+    mapped = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+    peaks = []
+    for signs in (sign, mapped):
+        level = peak = 0
+        for action in snapshot["device_traces"][0]:
+            level += signs.get(action["action"], 0) * action["size"]
+            peak = max(peak, level)
+        peaks.append(peak)
+    assert peaks == [memory.allocated, memory.reserved]
+    assert "<html" in _memory_viz.trace_plot(snapshot).lower()
+    assert _memory_viz.segsum(snapshot)
+
+
+def test_the_timeline_is_a_chrome_trace_of_the_step(recording):
+    step = timed_step(recording, H100)
+    trace = json.loads(json.dumps(exports.chrome_trace(recording, H100, step)))
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    end = max(event["ts"] + event["dur"] for event in spans)
+    assert end == pytest.approx(update_step(recording, H100, step=step).step_s * 1e6, rel=1e-6)
+    assert {"kernel", "cpu_op"} <= {event["cat"] for event in spans}
+    kernels = sorted((e["ts"], e["dur"]) for e in spans if e["cat"] == "kernel")
+    assert all(a + d <= b + 1e-2 for (a, d), (b, _) in pairwise(kernels))
+
+
+def growing(settings: Settings) -> int:
+    """Reserved bytes after blocks that grow: each is freed before the next."""
+    events = []
+    for i in range(20):
+        size = (100 + 10 * i) * MIB
+        kept = 1000 + i  # a small block keeps the freed one from merging with the end
+        events += [Alloc(i, size, None, "forward", 0), Alloc(kept, 2 * MIB, None, "forward", 0), Free(i, 0)]
+    return replay(events, {}, settings=settings).reserved
+
+
+def test_expandable_segments_follow_the_high_water_mark():
+    plain, expandable = growing(Settings()), growing(Settings(expandable=True))
+    assert expandable < plain
+    one = [Alloc(0, 100 * MIB, None, "forward", 0), Free(0, 0), Alloc(1, 150 * MIB, None, "forward", 0)]
+    assert replay(one, {}, settings=Settings(expandable=True)).reserved == 160 * MIB
+    assert replay(one, {}).reserved == 250 * MIB
+
+
+def test_a_split_limit_keeps_expandable_blocks_from_reuse_on_later_versions():
+    text = "expandable_segments:True,max_split_size_mb:64"
+    events = [Alloc(0, 100 * MIB, None, "forward", 0), Alloc(1, 20 * MIB, None, "forward", 0), Free(0, 0)]
+    events += [Alloc(2, 40 * MIB, None, "forward", 0)]
+    reserved = [replay(events, {}, settings=Settings.read(text, v)).reserved for v in ("2.9.0", "2.12.1")]
+    assert reserved == [120 * MIB, 160 * MIB]
+
+
+def test_each_stream_has_its_own_blocks():
+    events = [Alloc(0, 64 * MIB, None, "forward", 0), Free(0, 0), Alloc(1, 64 * MIB, None, "forward", 0, 1)]
+    assert replay(events, {}).reserved == 128 * MIB
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "got"),
+    [
+        (("--batch-size", "4", "--lr", "1"), "batch-size", ("--batch-size", "8", "--lr", "1")),
+        (("--batch_size=4",), "batch-size", ("--batch_size=8",)),
+        (("batch=4", "x"), "batch", ("batch=8", "x")),
+        ((), "batch-size", ("--batch-size", "8")),
+    ],
+)
+def test_an_argument_is_replaced_or_appended(args, name, got):
+    assert sweep.with_value(args, name, "8") == got
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 17, 64, 1000])
+def test_the_search_ends_at_the_largest_value_that_fits(largest):
+    asked = []
+
+    def judge(value: str):
+        asked.append(int(value))
+        fits, needed = int(value) <= largest, 1000 * int(value) + 37
+        memory = {"fits": fits, "failed_line": "x:1", "allocated": needed, "reserved": needed, "context": 0}
+        memory["capacity"] = 1000 * largest + 500
+        return {
+            "memory": memory,
+            "time": {"step_ms": 1.0, "interval_ms": [1, 1]},
+            "refused": None,
+            "steps": 3,
+        }
+
+    rows = sweep.run(None, judge, lambda row: None)
+    fits = [int(row["value"]) for row in rows if row["fits"]]
+    assert (fits[-1] if fits else 0) == largest and largest + 1 in asked
+    assert len(asked) <= 12
+
+
+@pytest.mark.parametrize("text", ["batch", "=4", "batch=", "batch=,"])
+def test_a_sweep_names_an_argument_and_values(text):
+    with pytest.raises(BadInput, match="--sweep: expected"):
+        sweep.parse(text)
