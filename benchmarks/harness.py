@@ -45,7 +45,7 @@ from leanstep.measure.timing import (
     time_box,
     timed_call,
 )
-from leanstep.script.syncs import call_counting_reads
+from leanstep.tape.syncs import call_counting_reads
 
 Kind = Literal["reference", "fast", "peer", "limit"]
 Outputs = dict[str, Tensor]

@@ -42,7 +42,7 @@ from leanstep.rehearse.links import device_of, machine_named
 from leanstep.rehearse.stage import RehearsalError, rehearse
 from leanstep.rehearse.time_model import HostCosts, Timing, time_steps
 from leanstep.rehearse.what_if import step_events, update_step
-from leanstep.script.marks import spans
+from leanstep.tape.marks import spans
 
 ROOT = Path(__file__).parents[1]
 PUBLICATIONS, RESULTS = ROOT / "dev" / "publications", ROOT / "results" / "published"

@@ -27,7 +27,7 @@ from leanstep.commands import BadInput, FellShort
 from leanstep.escape import printable
 from leanstep.extras import MissingExtra
 from leanstep.measure.busy import sleep_while_waiting
-from leanstep.script.children import Ended, received
+from leanstep.tape.children import Ended, received
 
 SUMMARY = (
     "Find the waste in an LLM training step, replace it with an exact fast path, "

@@ -212,7 +212,7 @@ class Budget:
 
     def _held_lines(self, most: int = 3) -> list[str]:
         """Return the lines that hold the most memory for the backward, and the advice of a rule if any."""
-        from leanstep.script.lines import Line, short_path
+        from leanstep.tape.lines import Line, short_path
         from leanstep.units import size
 
         held: dict[Line, int] = {}

@@ -66,7 +66,7 @@ def test_public_names_and_signatures(module):
         "leanstep.recipes",
         "leanstep.kernel_checks",
         "leanstep.case",
-        "leanstep.script.guard",
+        "leanstep.tape.guard",
         "leanstep.logprob",
         "leanstep.objectives",
         "leanstep.muon.fused",

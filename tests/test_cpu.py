@@ -22,7 +22,7 @@ from leanstep.cpu import (
     run_on_cores,
 )
 from leanstep.measure.peaks import measure_peak
-from leanstep.script.children import start, wait_all
+from leanstep.tape.children import start, wait_all
 
 needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler")
 SOURCE = 'extern "C" int answer() { return 42; }\n'

@@ -17,12 +17,12 @@ ALLOWED = {
     "lens": set(),
     "heads": {"cpu", "output_buffers", "triton_driver"},
     "muon": {"cpu", "output_buffers", "triton_driver"},
-    "measure": {"case", "cpu", "script", "extras"},
-    "diagnose": {"script", "flops", "files", "units", "escape", "extras"},
-    "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
+    "measure": {"case", "cpu", "tape", "extras"},
+    "diagnose": {"tape", "flops", "files", "units", "escape", "extras"},
+    "prove": {"units", "measure", "diagnose", "tape", "files", "cpu"},
     # The user's script: runs below every command that watches it.
-    "script": {"files", "cpu", "escape", "units"},
-    "fix": {"diagnose", "prove", "script", "files", "extras"},
+    "tape": {"files", "cpu", "escape", "units"},
+    "fix": {"diagnose", "prove", "tape", "files", "extras"},
     "report": {"escape", "measure", "diagnose", "rehearse", "case", "files", "units", "extras"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
@@ -30,7 +30,7 @@ ALLOWED = {
         "units",
         "case",
         "cpu",
-        "script",
+        "tape",
         "flops",
         "measure",
         "report",

@@ -29,8 +29,8 @@ from leanstep.diagnose.step_records import RULE_IDS, Finding, Limits
 from leanstep.diagnose.watch import Watch
 from leanstep.escape import for_terminal
 from leanstep.files import write_text
-from leanstep.script.lines import USER, judge_code
-from leanstep.script.run import Outcome, Program, Stop, is_first_rank, run_script
+from leanstep.tape.lines import USER, judge_code
+from leanstep.tape.run import Outcome, Program, Stop, is_first_rank, run_script
 
 _SCRIPT = Annotated[
     str | None, typer.Argument(help="The training script, or a folder with a train.py.", show_default=False)
@@ -244,7 +244,7 @@ def _device(name: str | None, program: Program) -> Any:
         return None
     from leanstep.rehearse.answers import fake_device
     from leanstep.rehearse.devices import device_named
-    from leanstep.script.children import temporary_folder
+    from leanstep.tape.children import temporary_folder
 
     device = _checked("--device", device_named, name)
     if program.module:

@@ -90,7 +90,7 @@ def diagnose_script(path: Path, *, steps: int = 2) -> dict[str, Any]:
     from leanstep.diagnose.cost import worth_a_line
     from leanstep.diagnose.outputs import screen
     from leanstep.diagnose.watch import Watch
-    from leanstep.script.run import Program, Stop, run_script
+    from leanstep.tape.run import Program, Stop, run_script
 
     def stop() -> None:
         raise Stop
@@ -126,7 +126,7 @@ def compare(
     from leanstep.prove.script_jobs import Job
     from leanstep.prove.stopwatch import bench_scripts
     from leanstep.report.excerpts import difference
-    from leanstep.script.children import call_in_child
+    from leanstep.tape.children import call_in_child
 
     folder = examples / example.name
     before, after = (folder / f"{side}.py" for side in SIDES)

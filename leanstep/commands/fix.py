@@ -44,7 +44,7 @@ def fix(
     Example: leanstep fix train.py --select unbatched-optimizer -- --batch-size 8
     """
     from leanstep.diagnose.outputs.gate import parse_rules
-    from leanstep.script.run import Program
+    from leanstep.tape.run import Program
 
     path = Program.find(script).file
     try:
@@ -84,7 +84,7 @@ def fix(
 
 def _fix_lines(fixes: Any, write: bool) -> list[str]:
     from leanstep.fix.offers import NOT_PROVEN, PROVEN
-    from leanstep.script.lines import short_path
+    from leanstep.tape.lines import short_path
 
     lines = []
     for offer in fixes.offers:
@@ -114,7 +114,7 @@ def _fix_lines(fixes: Any, write: bool) -> list[str]:
 
 def _where(finding: Any) -> str:
     from leanstep.fix.offers import users_line
-    from leanstep.script.lines import short_path
+    from leanstep.tape.lines import short_path
 
     line = users_line(finding)
     return f"{short_path(line.file)}:{line.number}"

@@ -16,8 +16,8 @@ from leanstep.rehearse import what_if
 from leanstep.rehearse.cuda_allocator import memory_of
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Event, HostWait, Kernel, Launch, Recording
-from leanstep.script.lines import Line
-from leanstep.script.run import Program
+from leanstep.tape.lines import Line
+from leanstep.tape.run import Program
 from leanstep.units import gib
 
 Data = dict[str, Any]

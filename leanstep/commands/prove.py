@@ -100,7 +100,7 @@ def prove(
     from leanstep.prove.script_jobs import Job
     from leanstep.prove.splits import choose_splits
     from leanstep.report.updates import functions_lines, invariance_lines
-    from leanstep.script.children import temporary_folder
+    from leanstep.tape.children import temporary_folder
 
     check_writable(json, "--json")
     if steps is not None and steps < 1:

@@ -22,7 +22,7 @@ from rich.text import Text
 from leanstep.commands import BadInput
 from leanstep.escape import clip, fold
 from leanstep.files import finite, is_written_through, write_text
-from leanstep.script.run import Program
+from leanstep.tape.run import Program
 
 # A script may have replaced the module's.
 _dumps = json.dumps

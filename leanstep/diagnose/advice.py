@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from leanstep.diagnose.step_records import Finding, StepRecord
-from leanstep.script.lines import Line, short_path
+from leanstep.tape.lines import Line, short_path
 
 HEAD_RULES = ("dead-rows", "full-vocab", "retained-chunks")
 ALL_HEAD_RULES = (*HEAD_RULES, "no-grad-vocab")

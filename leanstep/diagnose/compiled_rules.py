@@ -20,7 +20,7 @@ from leanstep.diagnose.recording.compiled_code import (
     place_of_line,
 )
 from leanstep.diagnose.step_records import Finding, Limits, StepRecord
-from leanstep.script.lines import short_path
+from leanstep.tape.lines import short_path
 from leanstep.units import size
 
 _CASTS = {"_to_copy", "convert_element_type", "to", "float", "half", "bfloat16"}

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from leanstep.diagnose.step_records import FORWARD, Hit, LineWork, StepRecord, Tally, Work, by_line
-from leanstep.script.lines import UNKNOWN_LINE, Line
+from leanstep.tape.lines import UNKNOWN_LINE, Line
 
 # Anything of the last steps may still be alive: a variable holds its value until it is reassigned.
 LAST_STEPS = 2

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from leanstep.diagnose.step_records import FORWARD, Hit, OpKey, OpRecord, StepRecord, Tally, Work, by_line
-from leanstep.script.lines import UNKNOWN_LINE, Line
+from leanstep.tape.lines import UNKNOWN_LINE, Line
 
 
 def attention_matrix(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:

@@ -1,7 +1,7 @@
 """Times of the phases of an iteration, and the ops, FLOPs and bytes in each.
 
 The times come from an unrecorded iteration, the amounts from the recorded steps. Both are split at the marks
-of `leanstep.script.phases`.
+of `leanstep.tape.phases`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from leanstep.diagnose.recording.step import Amount
-from leanstep.script.marks import NO_GRAD, PHASES, ROLLOUT, SCORING, UPDATE, Mark, spans
+from leanstep.tape.marks import NO_GRAD, PHASES, ROLLOUT, SCORING, UPDATE, Mark, spans
 
 
 class Position(NamedTuple):

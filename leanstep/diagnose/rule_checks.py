@@ -26,7 +26,7 @@ from leanstep.diagnose.step_records import (
     Work,
     by_line,
 )
-from leanstep.script.lines import UNKNOWN_LINE, Line, Site
+from leanstep.tape.lines import UNKNOWN_LINE, Line, Site
 
 MIB = 1024 * 1024
 

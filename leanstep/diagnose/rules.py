@@ -13,7 +13,7 @@ from typing import Any
 
 from leanstep.diagnose import advice, growth_checks, habit_checks, rule_checks
 from leanstep.diagnose.step_records import Finding, Hit, Limits, StepRecord
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 from leanstep.units import about, size
 
 Hits = dict[str, dict[Line, Hit]]

@@ -26,11 +26,11 @@ from leanstep.diagnose.recording.recorder import Recorder
 from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode, reach_modes_again
 from leanstep.diagnose.step_clock import StepClock, own_seconds, waited_seconds
 from leanstep.diagnose.step_records import GROWTH_STEPS, Findings, Limits, StepRecord
-from leanstep.script.hooks import in_engine, replace_function
-from leanstep.script.lines import Site
-from leanstep.script.marks import ROLLOUT
-from leanstep.script.phases import PhaseListener, PhaseMarker
-from leanstep.script.steps import StepListener, StepMarker
+from leanstep.tape.hooks import in_engine, replace_function
+from leanstep.tape.lines import Site
+from leanstep.tape.marks import ROLLOUT
+from leanstep.tape.phases import PhaseListener, PhaseMarker
+from leanstep.tape.steps import StepListener, StepMarker
 
 # A step that takes longer than this is not repeated just to be timed.
 MAX_TIMED_S = 10.0

@@ -32,9 +32,9 @@ from leanstep.prove.captured import Captured
 from leanstep.prove.compare import PairProof, judge
 from leanstep.prove.script_jobs import Job, module_path, run_job
 from leanstep.prove.stopwatch import MIN_ROUNDS, PairBench, SideRow, bench_scripts
-from leanstep.script.children import call_in_child, log_to, temporary_folder
-from leanstep.script.lines import USER, Line, judge_code, short_path
-from leanstep.script.run import Program, Stop, run_script
+from leanstep.tape.children import call_in_child, log_to, temporary_folder
+from leanstep.tape.lines import USER, Line, judge_code, short_path
+from leanstep.tape.run import Program, Stop, run_script
 
 # A finding must hold on this many recorded steps.
 STEPS = 2

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from leanstep.script.children import Child, ended_afterwards, start
+from leanstep.tape.children import Child, ended_afterwards, start
 
 # The kernel counts hundredths of a second.
 LOOK_S = 0.1

@@ -26,9 +26,9 @@ from torch.optim.optimizer import Optimizer
 from leanstep.prove.captured import Captured, Update, generators, names_by_owner
 from leanstep.prove.sketches import Sketch, each, outside_modes, sketch, whole
 from leanstep.prove.watch import Values, custom_functions, gradient_of, terms
-from leanstep.script.hooks import replace_function, wrap_closure
-from leanstep.script.run import Stop
-from leanstep.script.steps import StepListener, StepMarker
+from leanstep.tape.hooks import replace_function, wrap_closure
+from leanstep.tape.run import Stop
+from leanstep.tape.steps import StepListener, StepMarker
 
 # Maximum number of distinct token ids in a histogram: larger than any vocabulary in use.
 _MAX_IDS = 1 << 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Size, Tensor
 
 from leanstep.measure.parity import same_bits
-from leanstep.script.lines import Line, short_path
+from leanstep.tape.lines import Line, short_path
 
 # A relative difference up to this is rounding; above it the value itself depends on the rest of the batch.
 ROUNDING = 1e-3

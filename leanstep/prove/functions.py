@@ -31,7 +31,7 @@ from leanstep.measure.parity import dtype_name
 from leanstep.prove.interpret import interpret_kernels
 from leanstep.prove.twin import Twin
 from leanstep.prove.watch import custom_functions
-from leanstep.script.children import (
+from leanstep.tape.children import (
     ended_afterwards,
     how_it_ended,
     log_to,
@@ -40,7 +40,7 @@ from leanstep.script.children import (
     wait_all,
     write_result,
 )
-from leanstep.script.run import one_line
+from leanstep.tape.run import one_line
 
 # A candidate may round more than the rule for scripts allows: kernels sum in other orders, and large or
 # confident values amplify it. The bugs that this finds are orders of magnitude larger.

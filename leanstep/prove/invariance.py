@@ -27,7 +27,7 @@ from leanstep.prove.interpret import interpret_kernels
 from leanstep.prove.script_jobs import Job, seeded
 from leanstep.prove.sketches import outside_modes
 from leanstep.prove.watch import NoDropout
-from leanstep.script.children import (
+from leanstep.tape.children import (
     ended_afterwards,
     how_it_ended,
     log_to,
@@ -36,8 +36,8 @@ from leanstep.script.children import (
     wait_all,
     write_result,
 )
-from leanstep.script.lines import Stack
-from leanstep.script.run import Stop, run_script
+from leanstep.tape.lines import Stack
+from leanstep.tape.run import Stop, run_script
 
 # Number of positions that the padded variant adds.
 PADDING = 7

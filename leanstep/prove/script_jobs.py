@@ -23,7 +23,7 @@ from leanstep.prove.capture import Captured, Recorder
 from leanstep.prove.interpret import interpret_kernels
 from leanstep.prove.twin import Twin
 from leanstep.prove.watch import Values
-from leanstep.script.children import (
+from leanstep.tape.children import (
     Child,
     ended_afterwards,
     how_it_ended,
@@ -34,7 +34,7 @@ from leanstep.script.children import (
     wait_all,
     write_result,
 )
-from leanstep.script.run import Program, Stop, run_script
+from leanstep.tape.run import Program, Stop, run_script
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from leanstep.files import BadInput
 from leanstep.measure.busy import busy_processes
 from leanstep.measure.peaks import recorded_allocations
 from leanstep.prove.script_jobs import Job, free_port, module_path, rank_environment, seeded
-from leanstep.script.children import (
+from leanstep.tape.children import (
     Child,
     ended_afterwards,
     how_it_ended,
@@ -34,9 +34,9 @@ from leanstep.script.children import (
     start,
     temporary_folder,
 )
-from leanstep.script.run import Stop, run_script
-from leanstep.script.steps import StepListener, StepMarker
-from leanstep.script.syncs import count_host_reads
+from leanstep.tape.run import Stop, run_script
+from leanstep.tape.steps import StepListener, StepMarker
+from leanstep.tape.syncs import count_host_reads
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 40
 # After this many times the budget, the caller's `min_rounds` is enough.

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from leanstep.prove.watch import NoDropout, shown
-from leanstep.script.lines import Stack
-from leanstep.script.syncs import RUNS_USER_CODE, run_under, torchs_own
+from leanstep.tape.lines import Stack
+from leanstep.tape.syncs import RUNS_USER_CODE, run_under, torchs_own
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 HALF = (torch.float16, torch.bfloat16)

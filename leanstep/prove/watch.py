@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from leanstep.prove.sketches import outside_modes
-from leanstep.script.hooks import in_engine
-from leanstep.script.lines import TORCH_FOLDER, Line, Stack
-from leanstep.script.syncs import RUNS_USER_CODE, run_under, torchs_own
+from leanstep.tape.hooks import in_engine
+from leanstep.tape.lines import TORCH_FOLDER, Line, Stack
+from leanstep.tape.syncs import RUNS_USER_CODE, run_under, torchs_own
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _DROPOUTS += ("dropout_", "alpha_dropout_", "feature_alpha_dropout_", "feature_dropout", "feature_dropout_")

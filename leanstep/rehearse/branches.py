@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from leanstep.rehearse.events import Branch
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 # The rehearsal stops after this many decisions of one branch without a backward, or without an update.
 MOST_SKIPPED, MOST_DECIDED = 100, 1000

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from leanstep.rehearse.events import Alloc, Event, Free, Recording, Storage
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 MIB = 2**20
 SMALL_BYTES, LARGE_BYTES = MIB, 10 * MIB

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from leanstep.script.lines import Line
-from leanstep.script.marks import Mark
+from leanstep.tape.lines import Line
+from leanstep.tape.marks import Mark
 
 # The caching allocator rounds sizes up to a multiple of this.
 ROUNDING_BYTES = 512

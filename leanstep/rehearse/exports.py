@@ -12,7 +12,7 @@ from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Alloc, Extrapolated, Free, HostWait, Launch, Recording, Step
 from leanstep.rehearse.time_model import Clock, HostCosts
 from leanstep.rehearse.what_if import step_events
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 Data = dict[str, Any]
 _HOST, _DEVICE = 1, 0  # process numbers of a trace: torch's profiler has the device at its own number

@@ -1,6 +1,6 @@
 """The phases of a rehearsed iteration: time, launches, FLOPs and memory of rollout, scoring and update.
 
-`leanstep.script.phases` finds where phases begin; `Recording.phases` stores the marks as event indices.
+`leanstep.tape.phases` finds where phases begin; `Recording.phases` stores the marks as event indices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Alloc, Event, Free, Recording, Step
 from leanstep.rehearse.time_model import HostCosts, Timing, time_steps
 from leanstep.rehearse.what_if import fused
-from leanstep.script.marks import NO_GRAD, OTHER, PHASES, ROLLOUT, SCORING, spans
+from leanstep.tape.marks import NO_GRAD, OTHER, PHASES, ROLLOUT, SCORING, spans
 
 Span = tuple[str, int, int]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from leanstep.script.lines import Line, Stack
+from leanstep.tape.lines import Line, Stack
 
 _sequence_number: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
 

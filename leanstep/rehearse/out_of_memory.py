@@ -17,7 +17,7 @@ from types import FrameType
 import torch
 
 from leanstep.rehearse.cuda_allocator import CachingAllocator, Settings
-from leanstep.script.lines import LIBRARY, USER, judge_code
+from leanstep.tape.lines import LIBRARY, USER, judge_code
 from leanstep.units import gib
 
 _BROAD = ("RuntimeError", "Exception", "BaseException")

@@ -35,7 +35,7 @@ from leanstep.rehearse.routing import (
     mark_spread,
     spread_evenly,
 )
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 SHADOW_ELEMENTS = 1 << 20
 # The index assumed for a choice among unknown values. The result is then known: derived values agree with it.

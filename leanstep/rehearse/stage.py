@@ -35,16 +35,16 @@ from leanstep.rehearse import refusals
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import OOM_MODES, Launch, Recording, Refusal, Request
-from leanstep.script.children import end_with, leave, start_program, temporary_folder, write_result
-from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
-from leanstep.script.run import Program, as_main
+from leanstep.tape.children import end_with, leave, start_program, temporary_folder, write_result
+from leanstep.tape.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
+from leanstep.tape.run import Program, as_main
 
 __all__ = ["RehearsalError", "rehearse"]
 
 _ROOT = str(Path(__file__).parent.parent.parent)
 # Import the package from the same folder as in this process, then remove that folder from the path.
 _START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from leanstep.script.children import end_with; "
+    "import sys; sys.path.insert(0, sys.argv[1]); from leanstep.tape.children import end_with; "
     "end_with(int(sys.argv.pop(2))); from leanstep.rehearse import stage; "
     "sys.path.remove(sys.argv[1]); stage._serve(*sys.argv[2:])"
 )

@@ -17,9 +17,9 @@ from leanstep.rehearse.answers.generation import Generations
 from leanstep.rehearse.answers.repeated_calls import RepeatedCalls
 from leanstep.rehearse.branches import NoUpdate
 from leanstep.rehearse.events import Alloc, Step
-from leanstep.script.hooks import wrap_closure
-from leanstep.script.phases import PhaseListener, PhaseMarker
-from leanstep.script.steps import StepListener, StepMarker
+from leanstep.tape.hooks import wrap_closure
+from leanstep.tape.phases import PhaseListener, PhaseMarker
+from leanstep.tape.steps import StepListener, StepMarker
 
 # The rehearsal stops after this many events without an update: a longer recording takes gigabytes.
 MOST_EVENTS = 2_000_000

@@ -48,7 +48,7 @@ from leanstep.rehearse.shadows import (
     tensors_in,
     with_shapes,
 )
-from leanstep.script.syncs import is_masked_fill, op_read
+from leanstep.tape.syncs import is_masked_fill, op_read
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 # Metadata queries on fake tensors: answered without a record.
@@ -60,7 +60,7 @@ FLOATS = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Tensors = Sequence[Tensor]
 STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy"})
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
-# Reads in `leanstep.script.syncs` that have another name in a recording.
+# Reads in `leanstep.tape.syncs` that have another name in a recording.
 WAITS = {"scalar": "item"}
 # Floats in a real host tensor; larger ones stay fake, they go to the device later.
 MOST_ON_HOST = 1 << 30

@@ -16,8 +16,8 @@ from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Event, Extrapolated, Kernel, Launch, Recording, Step
 from leanstep.rehearse.time_model import Clock, Timing
-from leanstep.script.lines import Line
-from leanstep.script.marks import ROLLOUT
+from leanstep.tape.lines import Line
+from leanstep.tape.marks import ROLLOUT
 from leanstep.units import gib, ms
 
 GIB = 2**30

@@ -28,7 +28,7 @@ from leanstep.rehearse.events import (
     StreamWait,
 )
 from leanstep.rehearse.time_model import Clock, HostCosts, Timing, element_bytes, joined, time_steps
-from leanstep.script.marks import ROLLOUT, SCORING, spans
+from leanstep.tape.marks import ROLLOUT, SCORING, spans
 
 # Kernels that a compiler merges into their neighbours.
 _MERGED = frozenset(

@@ -16,7 +16,7 @@ from leanstep.diagnose import cost
 from leanstep.diagnose.advice import ADVICE, NO_GRADIENT
 from leanstep.diagnose.rules import RULES, find
 from leanstep.diagnose.step_records import HeadRecord, StepRecord, Tally
-from leanstep.script.lines import Line, Site, Stack
+from leanstep.tape.lines import Line, Site, Stack
 
 DOCS = "\n".join(
     path.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from leanstep.diagnose.outputs import screen
 from leanstep.diagnose.recording.compiled_code import CompiledCode, Graph, Kernel, Saved, first_sentence
 from leanstep.diagnose.step_records import Limits
 from leanstep.diagnose.watch import Watch
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 
 def with_compiled_region(script: Path, backend: str):

@@ -10,7 +10,7 @@ import pytest
 from leanstep.diagnose import growth_checks, rules
 from leanstep.diagnose.step_records import GROWTH_RULES, GROWTH_STEPS, Limits, StepRecord, Tally
 from leanstep.diagnose.watch import Watch
-from leanstep.script.lines import Line, Site
+from leanstep.tape.lines import Line, Site
 
 SCRIPTS = sorted((Path(__file__).parent / "growth").glob("*.py"))
 MARK = re.compile(r"# expect: (\S+) (\S+)$")

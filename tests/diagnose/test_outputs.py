@@ -19,7 +19,7 @@ from leanstep.diagnose.outputs import sarif, screen
 from leanstep.diagnose.rules import find
 from leanstep.diagnose.step_records import RULE_IDS, Site, StepRecord, Tally
 from leanstep.diagnose.traces.trace_report import TraceRun
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 ROOT = Path(__file__).parents[2]
 MINE = Line("train.py", 7, "step")

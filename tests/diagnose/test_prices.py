@@ -10,7 +10,7 @@ from leanstep import diagnose
 from leanstep.diagnose import cost
 from leanstep.diagnose.rules import find
 from leanstep.diagnose.step_records import StepRecord, Tally
-from leanstep.script.lines import Line, Site
+from leanstep.tape.lines import Line, Site
 
 MIB = 1024 * 1024
 RATES = cost.Calibration(1e-6, 5e-6, 1e10, 2e9, 1e11)

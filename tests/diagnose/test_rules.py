@@ -20,7 +20,7 @@ from leanstep.diagnose.step_records import (
     StepRecord,
     Tally,
 )
-from leanstep.script.lines import UNKNOWN, Line, Site
+from leanstep.tape.lines import UNKNOWN, Line, Site
 
 KIB, MIB = 1024, 1024 * 1024
 HERE = Site(Line("train.py", 7, "loss_fn"))

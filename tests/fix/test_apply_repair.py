@@ -14,7 +14,7 @@ from leanstep.diagnose.advice import APPLY
 from leanstep.fix.offers import changed_files, users_line
 from leanstep.fix.repairs import Project, repairs_of
 from leanstep.fix.source_edits import NotUnderstood
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 BEFORE = """import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -19,8 +19,8 @@ from leanstep.fix.offers import changed_files, is_slower, overlaid
 from leanstep.fix.repairs import Project, repairs_of
 from leanstep.fix.source_edits import Edit, NotUnderstood
 from leanstep.prove.stopwatch import PairBench, SideRow
-from leanstep.script.children import call_in_child
-from leanstep.script.lines import Line
+from leanstep.tape.children import call_in_child
+from leanstep.tape.lines import Line
 
 STEPS = Path(__file__).parent.parent / "diagnose" / "steps"
 

@@ -7,7 +7,7 @@ import torch
 
 from leanstep.heads import masked_token_logprobs
 from leanstep.heads.reference import reference_masked_token_logprobs
-from leanstep.script.syncs import host_syncs
+from leanstep.tape.syncs import host_syncs
 
 B, T, D, V = 4, 13, 24, 151
 

@@ -292,7 +292,7 @@ def test_the_objective_compiles_into_one_graph_and_operations_do_not_grow():
 
 
 def test_no_host_reads_between_scores_and_gradient():
-    from leanstep.script.syncs import host_syncs
+    from leanstep.tape.syncs import host_syncs
 
     batch = random_batch(seed=3)
     config = LensConfig(block_size=4, objective=ObjectiveConfig(**EVERY_TERM))

@@ -15,7 +15,7 @@ from torch import nn
 import leanstep
 from leanstep.prove.capture import Recorder
 from leanstep.prove.sketches import BUCKETS, SOLID, distance, sketch
-from leanstep.script import run
+from leanstep.tape import run
 
 
 def model_of(width: int = 8) -> nn.Sequential:

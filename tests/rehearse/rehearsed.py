@@ -12,7 +12,7 @@ from leanstep.cpu import find_compiler
 from leanstep.rehearse.answers.fake_device import library
 from leanstep.rehearse.events import Recording, Request
 from leanstep.rehearse.stage import rehearse
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -12,7 +12,7 @@ from leanstep.rehearse import branches, steps
 from leanstep.rehearse.branches import Branches, NoUpdate, condition_at
 from leanstep.rehearse.devices import device_named
 from leanstep.rehearse.verdict import judge, text
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 SOURCE = """\
 for batch in loader:

@@ -8,7 +8,7 @@ import pytest
 
 from leanstep.rehearse.cuda_allocator import MIB, CachingAllocator, memory_of, replay
 from leanstep.rehearse.events import Alloc, Event, Free, Recording, Request, Step, Storage
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 
 def log(*entries: tuple[int, int]) -> tuple[list[Event], dict[int, Storage]]:

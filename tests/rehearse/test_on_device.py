@@ -8,7 +8,7 @@ from leanstep.commands import BadInput, on_device
 from leanstep.rehearse.devices import DEVICES
 from leanstep.rehearse.events import HostWait, Kernel, Launch, Recording, Refusal, Request, Step, Storage
 from leanstep.rehearse.time_model import RATES, HostCosts
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 H100 = DEVICES["h100"]
 FILE = "train.py"

@@ -12,7 +12,7 @@ from leanstep.rehearse.devices import DEVICES
 from leanstep.rehearse.events import HostWait, Recording
 from leanstep.rehearse.shadows import DYNAMIC
 from leanstep.rehearse.time_model import Clock
-from leanstep.script.syncs import ALWAYS_READ, count_host_reads
+from leanstep.tape.syncs import ALWAYS_READ, count_host_reads
 
 SHARED = runpy.run_path(str(SCRIPTS / "sync_snippets.py"))
 SNIPPETS: dict[str, tuple[str, int]] = SHARED["SNIPPETS"]

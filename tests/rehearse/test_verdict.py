@@ -24,7 +24,7 @@ from leanstep.rehearse.events import (
     Storage,
 )
 from leanstep.rehearse.time_model import seconds
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 H100, A100 = DEVICES["h100"], DEVICES["a100"]
 MIB = 2**20

@@ -20,8 +20,8 @@ from leanstep.diagnose.rule_list import page_of
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import Finding
 from leanstep.escape import for_workflow
-from leanstep.script.lines import Line, short_path
-from leanstep.script.marks import OTHER
+from leanstep.tape.lines import Line, short_path
+from leanstep.tape.marks import OTHER
 
 SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("schema.json")

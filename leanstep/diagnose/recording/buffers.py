@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from leanstep.diagnose.step_records import Tally, tally
-from leanstep.script.lines import Site
+from leanstep.tape.lines import Site
 
 
 class LiveBytes:

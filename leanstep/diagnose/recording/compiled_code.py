@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from leanstep.diagnose.step_clock import own_seconds
-from leanstep.script.lines import LIBRARY, USER, Line, judge_code
+from leanstep.tape.lines import LIBRARY, USER, Line, judge_code
 
 Place = tuple[str, int]
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leanstep.diagnose.recording.ops import OpInfo, out_of_order
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Tally, tally
-from leanstep.script.lines import Site
+from leanstep.tape.lines import Site
 
 # Smaller ops are ignored.
 MIN_BYTES = 16 * 1024

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.script.lines import Site
+from leanstep.tape.lines import Site
 
 # Ops that read a row over its classes -> position of the dimension among the arguments; None: see `_reads`.
 CLASS_READS: dict[str, int | None] = {

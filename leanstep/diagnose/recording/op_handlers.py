@@ -26,7 +26,7 @@ from leanstep.diagnose.recording.ops import (
 from leanstep.diagnose.recording.step import HeadProduct, StepState
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, HeadRecord, tally
 from leanstep.flops import MATMULS, matmul_sizes
-from leanstep.script.lines import IN_LEANSTEP, Site
+from leanstep.tape.lines import IN_LEANSTEP, Site
 
 Handler = Callable[[StepState, OpRun], None]
 MAX_CASTS = 200_000

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from leanstep.diagnose.recording.lineage import Product
 from leanstep.flops import MATMULS, FusedProducts
-from leanstep.script.lines import Site
-from leanstep.script.syncs import is_candidate
+from leanstep.tape.lines import Site
+from leanstep.tape.syncs import is_candidate
 
 # Ops that launch nothing: they create views, allocate without writing, or query shapes.
 NO_KERNEL = frozenset(

@@ -12,8 +12,8 @@ from torch import Tensor
 from leanstep.diagnose.recording import source
 from leanstep.diagnose.recording.lineage import moves_to_device
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER
-from leanstep.script.lines import IN_COUNTER, IN_DATA, IN_LEANSTEP, IN_SCALER, Site
-from leanstep.script.syncs import HostCopies, call_read, run_read_call
+from leanstep.tape.lines import IN_COUNTER, IN_DATA, IN_LEANSTEP, IN_SCALER, Site
+from leanstep.tape.syncs import HostCopies, call_read, run_read_call
 
 
 class ReadCounter:

@@ -38,7 +38,7 @@ from leanstep.diagnose.step_records import (
     RunRecord,
     tally,
 )
-from leanstep.script.lines import (
+from leanstep.tape.lines import (
     IN_CHECKPOINT,
     IN_COMPILED,
     IN_ENGINE,
@@ -49,7 +49,7 @@ from leanstep.script.lines import (
     Stack,
     short_path,
 )
-from leanstep.script.syncs import op_read, read_target
+from leanstep.tape.syncs import op_read, read_target
 
 _NO_CHAIN: tuple[int, ...] = ()
 _grad_enabled = torch.is_grad_enabled

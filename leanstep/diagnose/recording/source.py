@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from leanstep.script.lines import UNKNOWN, Site
+from leanstep.tape.lines import UNKNOWN, Site
 
 current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 sequence_number: Callable[[], int] | None = getattr(torch.autograd, "_get_sequence_nr", None)

@@ -32,7 +32,7 @@ from leanstep.diagnose.step_records import (
     Tally,
     tally,
 )
-from leanstep.script.lines import IN_LEANSTEP, Line, Site
+from leanstep.tape.lines import IN_LEANSTEP, Line, Site
 
 # Outputs of at least this size may dominate the step's memory; never below `MIN_BYTES`.
 LARGE_BYTES = 1024 * 1024

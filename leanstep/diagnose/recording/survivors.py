@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from leanstep.diagnose.step_records import StepRecord, tally
-from leanstep.script.lines import Site
+from leanstep.tape.lines import Site
 
 # Smaller buffers are not tracked: a logged loss is not a leak.
 MIN_BYTES = 1024

@@ -22,8 +22,8 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.diagnose.recording.habits import BACKWARD_CALLS
-from leanstep.script.lines import UNKNOWN_LINE, Stack
-from leanstep.script.syncs import (
+from leanstep.tape.lines import UNKNOWN_LINE, Stack
+from leanstep.tape.syncs import (
     NATIVE_TYPES,
     READ_CALLS,
     RUNS_USER_CODE,

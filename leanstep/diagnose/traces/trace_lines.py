@@ -20,7 +20,7 @@ import numpy as np
 
 from leanstep.diagnose.traces.timeline import Timeline, is_accumulate, node_name
 from leanstep.diagnose.traces.trace_file import FRAME, NOTE, OP
-from leanstep.script.lines import LIBRARY, UNKNOWN, USER, Line, Site, judge_code, short_path
+from leanstep.tape.lines import LIBRARY, UNKNOWN, USER, Line, Site, judge_code, short_path
 
 _FRAME = re.compile(r"^(.*)\((\d+)\): (.*)$")
 # Installed packages by name, for traces of a machine whose packages are not here.

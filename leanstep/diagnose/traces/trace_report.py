@@ -33,7 +33,7 @@ from leanstep.diagnose.traces.trace_file import KERNEL, NOTE, OP, read_trace
 from leanstep.diagnose.traces.trace_lines import Places
 from leanstep.diagnose.traces.trace_steps import StepBuilder
 from leanstep.escape import printable
-from leanstep.script.lines import UNKNOWN_LINE, Line, Site
+from leanstep.tape.lines import UNKNOWN_LINE, Line, Site
 from leanstep.units import seconds as in_words
 
 # The innermost line with this share of a gap's idle time is its place.

@@ -37,8 +37,8 @@ from leanstep.diagnose.traces.timeline import (
 from leanstep.diagnose.traces.trace_file import DTYPES, FRAME, OP, Tensors, different_order
 from leanstep.diagnose.traces.trace_lines import Places
 from leanstep.flops import MATMULS, matmul_sizes
-from leanstep.script.lines import UNKNOWN, Line, Site
-from leanstep.script.syncs import ALWAYS_READ, SOMETIMES_READ
+from leanstep.tape.lines import UNKNOWN, Line, Site
+from leanstep.tape.syncs import ALWAYS_READ, SOMETIMES_READ
 
 # `one_hot` checks the range of its classes on a CPU only.
 _ONE_READ = ("<built-in method tensor of type", "<built-in method one_hot", "<built-in function one_hot")

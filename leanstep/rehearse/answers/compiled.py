@@ -30,7 +30,7 @@ from leanstep.rehearse.answers.torch_cuda import refuse_what_dynamo_refuses
 from leanstep.rehearse.events import Event, Free, Launch, Region
 from leanstep.rehearse.tape import Tape
 from leanstep.rehearse.what_if import fused
-from leanstep.script.lines import IN_LEANSTEP, Line, nearest_line
+from leanstep.tape.lines import IN_LEANSTEP, Line, nearest_line
 
 NOTE = "torch.compile: graphs captured and priced by a fusion model, not compiled"
 EAGER = "torch.compile ran eagerly"

@@ -31,7 +31,7 @@ from leanstep.rehearse.answers.repeated_calls import (
 )
 from leanstep.rehearse.events import Extrapolated, Launch
 from leanstep.rehearse.shadows import CHOSEN_INDEX
-from leanstep.script.hooks import replace_function
+from leanstep.tape.hooks import replace_function
 
 # Recorded per call: the prompt, a first token, and a series.
 TOKENS = RECORDED + 2

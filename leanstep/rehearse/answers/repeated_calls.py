@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from leanstep.rehearse.events import Alloc, Event, Extrapolated, Free, HostWait, Kernel, Launch, Product
 from leanstep.rehearse.lines import WORKSPACE
-from leanstep.script.lines import Line
+from leanstep.tape.lines import Line
 
 # Calls of a series that are recorded. Alignment to 16 bytes repeats after 8 positions of 2 bytes.
 RECORDED = 8

@@ -29,7 +29,7 @@ from leanstep.rehearse.events import HostWait
 from leanstep.rehearse.refusals import EXPORT, NESTED, Refused
 from leanstep.rehearse.shadows import check_ordinal, devices_here
 from leanstep.rehearse.tape import Tape
-from leanstep.script.lines import LIBRARY, USER, judge_code
+from leanstep.tape.lines import LIBRARY, USER, judge_code
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from leanstep.files import BadInput
-from leanstep.script.children import call_in_child
-from leanstep.script.run import Program, run_script
+from leanstep.tape.children import call_in_child
+from leanstep.tape.run import Program, run_script
 
 SAYS = """import json, sys
 facts = [sys.argv, sys.path[0], __file__, __name__]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from leanstep.script.hooks import wrap_closure
-from leanstep.script.steps import StepListener, StepMarker
+from leanstep.tape.hooks import wrap_closure
+from leanstep.tape.steps import StepListener, StepMarker
 
 
 class Counted(StepListener):

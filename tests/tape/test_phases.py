@@ -18,11 +18,11 @@ from leanstep.rehearse.devices import device_named
 from leanstep.rehearse.events import Request
 from leanstep.rehearse.iterations import last_iteration
 from leanstep.rehearse.stage import rehearse
-from leanstep.script.children import call_in_child
-from leanstep.script.marks import NO_GRAD, OTHER, ROLLOUT, SCORING, UPDATE, Mark, spans
-from leanstep.script.phases import PhaseMarker
-from leanstep.script.run import Program, run_script
-from leanstep.script.steps import StepListener, StepMarker
+from leanstep.tape.children import call_in_child
+from leanstep.tape.marks import NO_GRAD, OTHER, ROLLOUT, SCORING, UPDATE, Mark, spans
+from leanstep.tape.phases import PhaseMarker
+from leanstep.tape.run import Program, run_script
+from leanstep.tape.steps import StepListener, StepMarker
 
 SCRIPTS = Path(__file__).parent / "phases"
 # Script -> its phases but OTHER, and the steps of an iteration.

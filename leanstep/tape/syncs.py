@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.script.lines import reads_host_data
+from leanstep.tape.lines import reads_host_data
 
 # Always a read, whatever the arguments. The size or the value of the result is data on the device.
 ALWAYS_READ: dict[str, str] = {

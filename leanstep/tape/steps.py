@@ -25,8 +25,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from leanstep.script.hooks import frame_key, in_engine, replace_function, running_frames
-from leanstep.script.phases import PhaseMarker
+from leanstep.tape.hooks import frame_key, in_engine, replace_function, running_frames
+from leanstep.tape.phases import PhaseMarker
 
 # Represents all optimizers that step inside a backward, from gradient hooks, as one member of a round.
 _IN_BACKWARD = 0

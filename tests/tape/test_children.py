@@ -15,7 +15,7 @@ import pytest
 
 from leanstep import cli
 from leanstep.commands import example
-from leanstep.script import children
+from leanstep.tape import children
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists only on Linux")
 

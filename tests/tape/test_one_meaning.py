@@ -19,7 +19,7 @@ from leanstep.prove.script_jobs import Job
 from leanstep.prove.stopwatch import bench_scripts
 from leanstep.rehearse.events import HostWait, Launch, Recording, Request
 from leanstep.rehearse.stage import rehearse
-from leanstep.script.children import call_in_child
+from leanstep.tape.children import call_in_child
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
@@ -119,7 +119,7 @@ def test_prove_lists_the_parameters_of_all_optimizers(tmp_path: Path, capfd) -> 
 def _model_flops(path: str) -> int:
     from leanstep.diagnose.mfu import step_flops
     from leanstep.diagnose.watch import Watch
-    from leanstep.script.run import Program, run_script
+    from leanstep.tape.run import Program, run_script
 
     watch = Watch(steps=3, warmup=1)
     run_script(Program(path), [], watch)

@@ -147,7 +147,7 @@ def start(
     if fork and not _uses_cuda():
         return _fork(function, args)
     payload = dumps((function, args)).hex()
-    program = f"from leanstep.script.children import end_with; end_with({os.getpid()}); "
+    program = f"from leanstep.tape.children import end_with; end_with({os.getpid()}); "
     program += "import os, pickle, sys; f, a = pickle.loads(bytes.fromhex(sys.argv[1])); f(*a)"
     # Without clean-up: objects of a rank's script could block forever (see run_script).
     program += "; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from leanstep.script.syncs import count_host_reads
+from leanstep.tape.syncs import count_host_reads
 
 x = torch.arange(30.0).view(6, 5)
 mask = torch.arange(6) > 2

@@ -25,8 +25,8 @@ from typing import Any
 
 from leanstep.escape import printable
 from leanstep.files import BadInput
-from leanstep.script.children import Ended
-from leanstep.script.lines import (
+from leanstep.tape.children import Ended
+from leanstep.tape.lines import (
     LEANSTEP_FOLDER,
     TORCH_FOLDER,
     USER,

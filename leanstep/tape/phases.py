@@ -17,8 +17,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from leanstep.script.hooks import frame_key, in_engine, replace_function, running_frames
-from leanstep.script.marks import OTHER, ROLLOUT, SCORING, UPDATE, Mark
+from leanstep.tape.hooks import frame_key, in_engine, replace_function, running_frames
+from leanstep.tape.marks import OTHER, ROLLOUT, SCORING, UPDATE, Mark
 
 # This many consecutive calls, each with one more position than the last or with one position, are generation.
 MIN_STREAK = 4
