@@ -1,6 +1,6 @@
 """`watch()`: enter the recording modes while a training runs, and leave them again.
 
-`script.steps` finds the steps. What runs between two updates (averages, logging, the preparation of a batch)
+`tape.steps` finds the steps. What runs between two updates (averages, logging, the preparation of a batch)
 is part of the step that follows.
 """
 

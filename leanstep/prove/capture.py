@@ -5,7 +5,7 @@
         optimizer.step()
     u.gradients["fc.weight"].norm
 
-`script.steps` decides where a step ends, so gradient accumulation and several optimizers work without special
+`tape.steps` decides where a step ends, so gradient accumulation and several optimizers work without special
 handling. The program is not edited. The recorder also hooks gradient clipping, and the first layer's call to
 see the data. Parameters are named after the largest module that owns them.
 """

@@ -37,7 +37,7 @@ class StepsDone(BaseException):
 
 
 class Steps(StepListener, PhaseListener):
-    """Splits the tape into steps; `script.steps` finds their ends."""
+    """Splits the tape into steps; `tape.steps` finds their ends."""
 
     def __init__(self, tape: Any, wanted: int, progress: Path | None = None):
         self.tape, self.wanted, self.progress = tape, wanted, progress

@@ -33,7 +33,7 @@ TORCH_FOLDER = str(Path(_TORCH.origin).parent) + os.sep if _TORCH is not None an
 LEANSTEP_FOLDER = str(Path(__file__).parents[1]) + os.sep
 # The code that watches a script. Its frames are below every call that it forwards, so they are skipped.
 _WATCHING = tuple(
-    f"{LEANSTEP_FOLDER}{name}{os.sep}" for name in ("script", "diagnose", "prove", "rehearse", "fix")
+    f"{LEANSTEP_FOLDER}{name}{os.sep}" for name in ("tape", "diagnose", "prove", "rehearse", "fix")
 )
 _STDLIB = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")

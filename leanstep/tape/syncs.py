@@ -71,7 +71,7 @@ NATIVE_TYPES: frozenset[type] = frozenset(
 
 
 def torchs_own(func: Any) -> Any:
-    """Return the torch function that `script.steps` replaced."""
+    """Return the torch function that `tape.steps` replaced."""
     return getattr(func, "_leanstep_original", func)
 
 
