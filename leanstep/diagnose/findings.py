@@ -1,0 +1,142 @@
+"""A rule, what it finds in one step (a hit), and what holds over all recorded steps (a finding)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from leanstep.tape.lines import Line, Site, short_path
+
+
+@dataclass
+class Work:
+    """The parts of a cost, per step: tiny ops, ops of an optimizer's loop, bytes, FLOPs, host reads."""
+
+    ops: float = 0
+    loop_ops: float = 0
+    moved_bytes: float = 0
+    strided_bytes: float = 0
+    flops: float = 0
+    held_bytes: float = 0
+    reads: float = 0
+    # Set where it was measured directly.
+    seconds: float | None = None
+
+
+@dataclass
+class Hit:
+    """One line of one step. `callers`: for a line of a package, the user's lines that led there."""
+
+    line: Line
+    count: int
+    callers: Counter[Line] = field(default_factory=Counter)
+    phase: str = "forward"
+    evidence: dict[str, Any] = field(default_factory=dict)
+    work: Work = field(default_factory=Work)
+    confidence: str = "high"
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Which kernels of a compiled line are still the finding.
+
+    limit: the rule's limit that their number must reach; "": one is enough.
+    ops: only kernels with one of these ops; empty: all. `only`: kernels that consist of nothing else.
+    phases: in which phases; empty: all. `bytes`: the rule's limit for the bytes of a kernel.
+    """
+
+    limit: str = ""
+    ops: frozenset[str] = frozenset()
+    only: bool = False
+    phases: tuple[str, ...] = ()
+    bytes: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule: one function from events to hits, and everything that is said about it.
+
+    check: from a step and the rule's limits to hits; rules with `needs="steps"` get all steps.
+    amount, what: texts from a finding.
+    needs: "step"; "steps": a recording of 8 steps or more; "trace": a profiler trace of a GPU.
+    removes: what a repair would remove from a step on a device, for prices; None: nothing that a replay can tell.
+        "reads", "small ops", "optimizer loop", "fill", "strided", "cast", "rows", "wide tensors".
+    edit: the edit of `leanstep fix` that repairs it. "optimizer", "unbind", "retain", "head".
+    compiled: how a compiler changes it: `Launches`; "saved": what is kept for the backward; None: it stays.
+    smallest: the count is the minimum over the steps, not the median.
+    """
+
+    name: str
+    check: Callable[[Any, Mapping[str, float]], Iterable[Hit]]
+    limits: Mapping[str, float]
+    fires_when: str
+    what: Callable[[Finding], str]
+    amount: Callable[[Finding], str]
+    why: str
+    fix: str
+    short_fix: str
+    leanstep: str | None = None
+    needs: str = "step"
+    removes: str | None = None
+    edit: str | None = None
+    compiled: Launches | str | None = None
+    smallest: bool = False
+
+
+@dataclass
+class Finding:
+    """A rule that fired on a line."""
+
+    rule: str
+    line: Line
+    count: int
+    counts: list[int]
+    callers: Counter[Line]
+    phase: str
+    evidence: dict[str, Any]
+    work: Work
+    confidence: str
+    compiled: bool
+    what: str
+    why: str
+    fix: str
+    short_fix: str
+    leanstep: str | None
+    amount: str
+    in_loop: bool = False
+    # Counted per iteration, not per step: only steps with a rollout show it.
+    per_rollout: bool = False
+    seconds: float | None = None
+    seconds_range: tuple[float, float] | None = None
+    bytes: int | None = None
+    share: float | None = None
+    basis: str = "calibrated"
+    rank: int = 0
+    baselined: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Identity that does not depend on line numbers: rule, file, code of the line."""
+        return self.rule, short_path(self.line.file), self.line.code
+
+    @property
+    def id(self) -> str:
+        return ":".join(self.key)
+
+    def __str__(self) -> str:
+        return f"{self.line.place}: {self.rule}: {self.amount} → {self.short_fix}"
+
+
+class Findings(list[Finding]):
+    """A list of findings that prints as one line each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "no findings"
+
+
+def callers_of(sites: Iterable[Site]) -> Counter[Line]:
+    """Count the user's lines that led to lines of packages."""
+    return Counter(site.caller for site in sites if site.caller is not None)
