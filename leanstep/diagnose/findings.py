@@ -62,7 +62,7 @@ class Rule:
     check: from a step and the rule's limits to hits; rules with `needs="steps"` get all steps.
     amount, what: texts from a finding.
     needs: "step"; "steps": a recording of 8 steps or more; "trace": a profiler trace of a GPU.
-    removes: what a repair would remove from a step on a device, for prices; None: nothing that a replay can tell.
+    removes: what a repair would remove from a step on a device, for prices; None: nothing a replay can tell.
         "reads", "small ops", "optimizer loop", "fill", "strided", "cast", "rows", "wide tensors".
     edit: the edit of `leanstep fix` that repairs it. "optimizer", "unbind", "retain", "head".
     compiled: how a compiler changes it: `Launches`; "saved": what is kept for the backward; None: it stays.

@@ -1,8 +1,8 @@
 """What a recording is: one flat list of immutable events.
 
-An event is one call that torch made, with every tensor replaced by its description. `recorder.py` writes events
-while a script runs, `diagnose.traces` writes them from a profiler trace. Rules read them afterwards. Nothing here
-knows a rule.
+An event is one call that torch made, with every tensor replaced by its description. `recorder.py` writes
+events while a script runs, `diagnose.traces` writes them from a profiler trace. Rules read them afterwards.
+Nothing here knows a rule.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Event(NamedTuple):
     chain: tuple[int, ...] = ()
     # The kind of host read that it is (`tape.syncs`), "" for most.
     read: str = ""
-    # A fact that only the running step knows: (rows, rows of zeros) of a gradient, positions, identity of an optimizer.
+    # What only the running step knows: (rows, rows of zeros) of a gradient, positions, an optimizer's identity.
     value: Any = None
     start_ns: int = 0
     took_ns: int = 0
