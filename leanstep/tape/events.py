@@ -112,7 +112,7 @@ class Event(NamedTuple):
     chain: tuple[int, ...] = ()
     # The kind of host read that it is (`tape.syncs`), "" for most.
     read: str = ""
-    # What only the running step knows: (rows, rows of zeros) of a gradient, positions, an optimizer's identity.
+    # What only the running step knows: (rows, rows of zeros) of a gradient, positions, which optimizer.
     value: Any = None
     start_ns: int = 0
     took_ns: int = 0
