@@ -7,6 +7,7 @@ Nothing here knows a rule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "o
 # Roles of a tensor, added up.
 REQUIRES_GRAD, LEAF, PARAMETER = 1, 2, 4
 TRAINED_LEAF = REQUIRES_GRAD | LEAF
+# The first item of a row that stands for a tensor, or for a parameter of an optimizer.
+TENSOR, HELD = Ellipsis, NotImplemented
 # The storage of a tensor in a trace without storages: rules must not conclude anything from it.
 NO_STORAGE = 0
 
@@ -74,6 +77,13 @@ class TensorInfo(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.layout.num_bytes
+
+    @property
+    def ndim(self) -> int:
+        return len(self.layout.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.layout.shape)
 
 
 class Held(NamedTuple):
@@ -151,23 +161,73 @@ class StepSpan(NamedTuple):
 class Tape:
     """A recording.
 
-    events: everything that was recorded, also the steps that are not judged.
+    events: everything that was recorded, also the steps that are not judged; read them with `between`.
+    dropped: how many events at the front are gone: a long recording keeps only its last steps.
     steps: the recorded steps, in order.
-    freed: number of a storage -> length of `events` when its memory was freed; absent: still alive.
+    freed: number of a storage -> `count` when its memory was freed; absent: still alive at the end.
+    alive: the storages that are alive now, or were when the recording ended.
+    held: storages of the parameters that any optimizer of the process holds.
     notes: (kind, where) -> a part of the run that the recording cannot see.
     has_storages: whether tensors have storages, versions and roles; a trace has none.
     """
 
     def __init__(self, has_storages: bool = True) -> None:
-        self.events: list[Event] = []
+        self.events: list[Any] = []
+        self.dropped = 0
         self.steps: list[StepSpan] = []
         self.freed: dict[int, int] = {}
+        self.alive: set[int] = set()
+        self.held: set[int] = set()
         self.notes: dict[tuple[str, str], str] = {}
         self.has_storages = has_storages
         # Ids of the functions that wrote a parameter outside the backward: what they call is an optimizer.
         self.writers: set[int] = set()
         # Half dtype -> its GFLOP/s on this CPU and those of float32, measured after the recording.
         self.half_rates: dict[torch.dtype, tuple[float, float]] = {}
+        # What the rows of a recorder refer to by index.
+        self.sites: list[Site] = []
+        self.layouts: list[Layout] = []
+
+    @property
+    def count(self) -> int:
+        """How many events were recorded so far."""
+        return self.dropped + len(self.events)
+
+    def between(self, first: int, last: int) -> list[Event]:
+        """Return the events from the `first`-th to before the `last`-th of the recording."""
+        rows = self.events[first - self.dropped : last - self.dropped]
+        return [row if type(row) is Event else self._event(row) for row in rows]
+
+    def _event(self, row: tuple[Any, ...]) -> Event:
+        """Return the event that a recorder wrote as a plain tuple.
+
+        Python's collector does not walk plain tuples of plain values, but would walk a list of events again
+        and again.
+        """
+        kind, name, site, phase, direct, args, named, outs, node, leaf, grad, flags, chain, read, value = row
+        return Event(
+            kind, name, self.sites[site], phase, direct, self._values(args),
+            tuple((key, self._value(one)) for key, one in named), self._values(outs),
+            node, leaf, grad, flags, chain, read, value,
+        )  # fmt: skip
+
+    def _values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(map(self._value, values))
+
+    def _value(self, value: Any) -> Any:
+        if type(value) is not tuple:
+            return value
+        if value and value[0] is TENSOR:
+            return TensorInfo(*value[1:5], self.layouts[value[5]])
+        if value and value[0] is HELD:
+            return Held(*value[1:5], self.layouts[value[5]])
+        return self._values(value)
+
+    def drop_before(self, first: int) -> None:
+        """Forget the events before the `first`-th, and what was freed before it."""
+        del self.events[: first - self.dropped]
+        self.dropped = first
+        self.freed = {storage: at for storage, at in self.freed.items() if at >= first}
 
     def note(self, kind: str, where: str, text: str) -> None:
         """Record a part of the run that the recording cannot see."""

@@ -25,6 +25,8 @@ IN_OPTIM, IN_DATA, IN_CHECKPOINT, IN_ENGINE, IN_COMPILED, IN_TRANSFORM, IN_LEANS
 # Torch's reads of step counters, which its optimizers keep on the host, and of overflows of gradients.
 IN_COUNTER, IN_SCALER = 1 << 7, 1 << 8
 LIBRARY, USER = 1 << 9, 1 << 10
+# A large op without gradients in the forward of a `torch.autograd.Function`: set by the recorder.
+IN_FUNCTION = 1 << 11
 
 # Not resolved, because the file name of a frame contains symbolic links. torch itself is not imported here: a
 # rehearsal loads its simulated device first.
