@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leanstep.tape.lines import Line, Site, short_path
+
+if TYPE_CHECKING:
+    from leanstep.diagnose.advice import Advice
 
 
 @dataclass
@@ -21,6 +24,8 @@ class Work:
     flops: float = 0
     held_bytes: float = 0
     reads: float = 0
+    # The share of the rollout's time.
+    rollout_share: float = 0
     # Set where it was measured directly.
     seconds: float | None = None
 
@@ -45,14 +50,16 @@ class Launches:
 
     limit: the rule's limit that their number must reach; "": one is enough.
     ops: only kernels with one of these ops; empty: all. `only`: kernels that consist of nothing else.
-    phases: in which phases; empty: all. `bytes`: the rule's limit for the bytes of a kernel.
+    backward: only kernels of the backward, only others; None: all. `bytes`: the rule's limit for the bytes of
+    a kernel. `as_large`: only kernels that write at least half as much as one op of the finding.
     """
 
     limit: str = ""
     ops: frozenset[str] = frozenset()
     only: bool = False
-    phases: tuple[str, ...] = ()
+    backward: bool | None = None
     bytes: str = ""
+    as_large: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,9 @@ class Rule:
     edit: the edit of `leanstep fix` that repairs it. "optimizer", "unbind", "retain", "head".
     compiled: how a compiler changes it: `Launches`; "saved": what is kept for the backward; None: it stays.
     smallest: the count is the minimum over the steps, not the median.
+    advice: what to do instead in some surroundings; the first that fits replaces `fix`.
+    cost: what the screen says about the cost instead of time or memory.
+    instead_of: a line that this rule names is not named by that one.
     """
 
     name: str
@@ -84,6 +94,9 @@ class Rule:
     edit: str | None = None
     compiled: Launches | str | None = None
     smallest: bool = False
+    advice: tuple[Advice, ...] = ()
+    cost: Callable[[Finding], str] | None = None
+    instead_of: str | None = None
 
 
 @dataclass
@@ -140,3 +153,13 @@ class Findings(list[Finding]):
 def callers_of(sites: Iterable[Site]) -> Counter[Line]:
     """Count the user's lines that led to lines of packages."""
     return Counter(site.caller for site in sites if site.caller is not None)
+
+
+def plural(count: int, word: str, more: str | None = None) -> str:
+    """Return "1 read", "2 reads"."""
+    return f"{count:,} {word if count == 1 else more or word + 's'}"
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Return "3 × add, 1 × mul": the most frequent first."""
+    return ", ".join(f"{n} × {name}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
