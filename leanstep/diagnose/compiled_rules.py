@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from leanstep.diagnose.recording.compiled_code import (
+from leanstep.diagnose.compiled_code import (
     CompiledCode,
     Graph,
     Kernel,

@@ -123,27 +123,18 @@ def _compiler_threads() -> set[str]:
     return {thread.name for thread in getattr(pool(), "_threads", ())}
 
 
-def scan_objects() -> tuple[set[int], bool]:
-    """Return the storages of all parameters of optimizers, and whether a DataLoader runs workers."""
-    held: set[int] = set()
+def scan_objects() -> tuple[list[torch.optim.Optimizer], bool]:
+    """Return all optimizers, and whether a DataLoader runs workers."""
+    optimizers: list[torch.optim.Optimizer] = []
     has_workers = False
     loader = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
     for obj in gc.get_objects():
         kind = type(obj)
-        if issubclass(kind, torch.optim.Optimizer):
-            held |= storages_of(obj)
+        if issubclass(kind, torch.optim.Optimizer) and hasattr(obj, "param_groups"):
+            optimizers.append(obj)
         elif kind is loader:
             has_workers = True
-    return held, has_workers
-
-
-def storages_of(optimizer: Any) -> set[int]:
-    storages = set()
-    for group in getattr(optimizer, "param_groups", ()):
-        for parameter in group["params"]:
-            if isinstance(parameter, torch.Tensor):
-                storages.add(parameter.untyped_storage()._cdata)
-    return storages
+    return optimizers, has_workers
 
 
 def triton_entries() -> int:

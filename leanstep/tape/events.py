@@ -195,7 +195,7 @@ class Tape:
 
     def between(self, first: int, last: int) -> list[Event]:
         """Return the events from the `first`-th to before the `last`-th of the recording."""
-        rows = self.events[first - self.dropped : last - self.dropped]
+        rows = self.events[max(0, first - self.dropped) : max(0, last - self.dropped)]
         return [row if type(row) is Event else self._event(row) for row in rows]
 
     def _event(self, row: tuple[Any, ...]) -> Event:

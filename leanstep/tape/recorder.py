@@ -155,6 +155,8 @@ class Recorder:
         self._wide: dict[int, tuple[int, ...]] = {}
         self._saved: set[int] = set()
         self._models: set[int] = set()
+        # Whether an op with gradients ran since the start.
+        self.model_seen = False
         # Parameters that had a gradient other than zero: they are not looked at again.
         self._live: set[int] = set()
         # Index of an event -> the device values that complete it at the end of the step.
@@ -166,6 +168,7 @@ class Recorder:
         """Start recording; autograd nodes that already exist have no line."""
         if nodes.sequence_number is not None:
             self._last_number = nodes.sequence_number()
+        self.model_seen = False
         self.active = True
 
     def end_step(self) -> None:
@@ -296,7 +299,7 @@ class Recorder:
             if self._in_backward:
                 self._end_backward()
             if created:
-                made = number - 1
+                made, self.model_seen = number - 1, True
             phase = self._phase(flags, created, frame)
             if phase is FORWARD and not grad:
                 chain = self.stack.chain(frame)
@@ -525,16 +528,18 @@ class Recorder:
     def on_backward_call(self, losses: Any, kwargs: dict[str, Any], caller: FrameType) -> None:
         site, flags = self.stack.locate(caller, in_engine())
         named = tuple((key, bool(kwargs.get(key))) for key in ("retain_graph", "create_graph"))
-        graphs = []
-        if self.marks_graphs:
-            for loss in losses if isinstance(losses, (list, tuple)) else (losses,):
-                node = getattr(loss, "grad_fn", None)
-                if node is not None:
-                    graphs.append(self._new_graph(node))
-        self._write(BACKWARD_CALL, "backward", site, flags, (), named, value=tuple(graphs))
+        graph = self._new_graph(losses) if self.marks_graphs else None
+        self._write(BACKWARD_CALL, "backward", site, flags, (), named, value=graph)
 
-    def _new_graph(self, node: Any) -> int:
-        mark = node.metadata[_KEY] = _Mark()
+    def _new_graph(self, losses: Any) -> int | None:
+        """Mark the last nodes of the graphs that a backward is about to go through."""
+        mark = _Mark()
+        found = [getattr(loss, "grad_fn", None) for loss in losses] if isinstance(losses, (list, tuple)) else []
+        found = [node for node in found or [getattr(losses, "grad_fn", None)] if node is not None]
+        for node in found:
+            node.metadata[_KEY] = mark
+        if not found:
+            return None
         self._num_storages = number = self._num_storages + 1
         self._graphs[number] = weakref.ref(mark, functools.partial(self._on_graph_freed, number))
         self.tape.alive.add(number)
@@ -615,6 +620,11 @@ class Recorder:
             norms = torch._foreach_norm(gradients, float("inf"))
             self._pending.append((self.tape.count, unknown, list(norms)))
         return tuple(rows)
+
+    def note_held(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the parameters of an optimizer that may not step in this recording."""
+        for group in optimizer.param_groups:
+            self.tape.held.update(self.storage(p) for p in group["params"] if isinstance(p, Tensor))
 
     def _layout(self, tensor: Tensor) -> int:
         key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

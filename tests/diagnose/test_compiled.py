@@ -15,7 +15,7 @@ from diagnose.test_steps import SCRIPTS, STEPS, Expected, expected, slow_dtypes
 
 from leanstep.diagnose import compiled_rules, rules
 from leanstep.diagnose.outputs import screen
-from leanstep.diagnose.recording.compiled_code import CompiledCode, Graph, Kernel, Saved, first_sentence
+from leanstep.diagnose.compiled_code import CompiledCode, Graph, Kernel, Saved, first_sentence
 from leanstep.diagnose.step_records import Limits
 from leanstep.diagnose.watch import Watch
 from leanstep.tape.lines import Line
