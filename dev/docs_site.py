@@ -36,11 +36,11 @@ _LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]*)(?:#[^)]*)?\)")
 
 def on_config(config: Any) -> Any:
     """Fill the navigation's lists of generated pages."""
-    from leanstep.diagnose.rule_list import FIRES_WHEN
+    from leanstep.diagnose.families import RULES
 
     for part in config.nav:
         if "Rules" in part:
-            part["Rules"] = ["rules/index.md", *({name: f"rules/{name}.md"} for name in FIRES_WHEN)]
+            part["Rules"] = ["rules/index.md", *({name: f"rules/{name}.md"} for name in RULES)]
         for entry in part.get("Reference", []):
             if "API" in entry:
                 entry["API"] = ["api/index.md", *({name: f"api/{name}.md"} for name in API)]
@@ -73,9 +73,10 @@ def _outside(text: str, target: str) -> str:
 
 def rule_pages() -> dict[str, str]:
     """One page per rule, and a list of them."""
-    from leanstep.diagnose import rule_list
+    from leanstep.diagnose import explain
+    from leanstep.diagnose.families import RULES
 
-    pages = {f"rules/{name}.md": rule_list.as_markdown(name) for name in rule_list.FIRES_WHEN}
+    pages = {f"rules/{name}.md": explain.as_markdown(name) for name in RULES}
     lines = [
         "# Rules",
         "",
@@ -83,7 +84,7 @@ def rule_pages() -> dict[str, str]:
         "",
     ]
     lines += ["| rule | fires when | do |", "|---|---|---|"]
-    for entry in map(rule_list.as_dict, rule_list.FIRES_WHEN):
+    for entry in map(explain.as_dict, RULES):
         name = entry["rule"]
         lines.append(f"| [{name}]({name}.md) | {entry['fires_when']} | {entry['short_fix']} |")
     return {"rules/index.md": "\n".join(lines) + "\n", **pages}

@@ -106,7 +106,7 @@ class Budget:
                 "[tool.leanstep.budgets] in pyproject.toml"
             )
         if rules:
-            from leanstep.diagnose.step_records import RULE_IDS
+            from leanstep.diagnose.families import RULE_IDS
 
             unknown = [name for name in rules if name not in RULE_IDS]
             if unknown:
@@ -170,10 +170,10 @@ class Budget:
             pytest.fail(self._complaint(over), pytrace=False)
 
     def _count(self) -> None:
-        from leanstep.diagnose import rules
+        from leanstep.diagnose.find import find
         from leanstep.diagnose.outputs import gate
 
-        self.findings, _ = gate.without_ignored(rules.find(self._watch.steps))
+        self.findings, _ = gate.without_ignored(find(self._watch.steps))
         for name in self.limits:
             if name == "peak_mib":
                 self.spent[name] = self._peak_bytes() / MIB
@@ -182,13 +182,15 @@ class Budget:
                 self.spent[name] = sum(f.count for f in lines) if name == "host_reads" else len(lines)
 
     def _lines_of(self, name: str) -> list[Any]:
-        rule = {"host_reads": "host-sync", "op_storms": "op-storm"}.get(name, name)
-        return [finding for finding in self.findings if finding.rule == rule]
+        from leanstep.diagnose.families import RULES
+
+        removes = {"host_reads": "reads", "op_storms": "small ops"}.get(name, "")
+        return [f for f in self.findings if f.rule == name or RULES[f.rule].removes == removes]
 
     def _peak_bytes(self) -> int:
         import torch
 
-        if self._watch.recorder.accelerator and torch.cuda.is_available():
+        if self._watch.accelerator and torch.cuda.is_available():
             return torch.cuda.max_memory_allocated() - self._cuda_before
         return max((level for _, level in self._timeline), default=0)
 
@@ -217,9 +219,8 @@ class Budget:
 
         held: dict[Line, int] = {}
         for step in self._watch.steps:
-            for (site, _), record in step.saved.items():
-                line = site.caller if site.line.library and site.caller is not None else site.line
-                held[line] = held.get(line, 0) + record.held_bytes
+            for line, num_bytes in step.held_by_line.items():
+                held[line] = held.get(line, 0) + num_bytes
         lines = []
         for line, num_bytes in sorted(held.items(), key=lambda item: -item[1])[:most]:
             lines += [

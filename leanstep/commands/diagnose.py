@@ -23,9 +23,10 @@ from leanstep.commands.terminal import (
     write_json,
 )
 from leanstep.config import Config, read_config
-from leanstep.diagnose import rule_list
+from leanstep.diagnose import explain as rule_pages
+from leanstep.diagnose.families import RULE_IDS, Limits
+from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.outputs import gate, screen
-from leanstep.diagnose.step_records import RULE_IDS, Finding, Limits
 from leanstep.diagnose.watch import Watch
 from leanstep.escape import for_terminal
 from leanstep.files import write_text
@@ -313,16 +314,16 @@ def _explain_rules(name: str, json: str | None) -> None:
     check_writable(json, "--json")
     target = console(json)
     if name != "all":
-        print_text(target, rule_list.as_markdown(name).rstrip("\n"))
+        print_text(target, rule_pages.as_markdown(name).rstrip("\n"))
     else:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("rule", "fires when", "do"):
             table.add_column(column, no_wrap=column == "rule")
-        for entry in map(rule_list.as_dict, RULE_IDS):
+        for entry in map(rule_pages.as_dict, RULE_IDS):
             table.add_row(entry["rule"], entry["fires_when"], entry["short_fix"])
         target.print(table, markup=False)
     names = RULE_IDS if name == "all" else (name,)
-    write_json({"rules": [rule_list.as_dict(rule) for rule in names]}, json)
+    write_json({"rules": [rule_pages.as_dict(rule) for rule in names]}, json)
 
 
 def _entry_number(text: str | None) -> int | None:

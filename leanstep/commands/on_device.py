@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from leanstep.commands import BadInput
-from leanstep.diagnose.step_records import Finding
+from leanstep.diagnose.families import RULES
+from leanstep.diagnose.findings import Finding
 from leanstep.rehearse import what_if
 from leanstep.rehearse.cuda_allocator import memory_of
 from leanstep.rehearse.devices import Device
@@ -108,20 +109,18 @@ def fewer_rows(here: Place, share: float) -> what_if.Transform:
 def transform_for(finding: Data, recording: Recording, file: str) -> what_if.Transform | None:
     """The step without this finding's waste; None where a replay cannot tell."""
     here = at(file, int(finding["line"]))
-    rule, evidence = finding["rule"], finding.get("evidence") or {}
-    if rule == "host-sync":
+    removes, evidence = RULES[finding["rule"]].removes, finding.get("evidence") or {}
+    if removes == "reads":
         return without_reads(here)
-    if rule == "op-storm":
+    if removes == "small ops":
         return one_pass(here)
-    if rule == "unbatched-optimizer":
+    if removes == "optimizer loop":
         return what_if.fused_optimizer(recording.storages)
-    if rule == "zero-fill":
-        return without_kernels(here, "fill")
-    if rule == "transposed-copy":
-        return without_kernels(here, "strided")
-    if rule in ("duplicate-cast", "dtype-round-trip"):
+    if removes in ("fill", "strided"):
+        return without_kernels(here, removes)
+    if removes == "cast":
         return without_kernels(here, "cast", "pointwise")
-    if rule == "dead-rows" and evidence.get("rows"):
+    if removes == "rows" and evidence.get("rows"):
         return fewer_rows(here, 1 - finding["count"] / evidence["rows"])
     return None
 
@@ -139,10 +138,9 @@ def gains(findings: Sequence[Data], files: Sequence[str], recording: Recording, 
         entry: Data = {"gain_ms": None, "gain_share": None, "why": ""}
         transform = transform_for(finding, recording, file)
         if transform is None:
-            entry["why"] = (
-                "a replay cannot tell" if finding["rule"] != "slow-dtype" else "a matter of this CPU"
-            )
-            if finding["rule"] in ("full-vocab", "retained-chunks"):
+            removes = RULES[finding["rule"]].removes
+            entry["why"] = "a matter of this CPU" if removes == "this CPU" else "a replay cannot tell"
+            if removes == "wide tensors":
                 memory = memory_of(recording, device.memory_bytes, device.context_bytes, points=1)
                 least = min(memory.without.values(), default=memory.allocated)
                 entry["gain_bytes"] = memory.allocated - least

@@ -14,9 +14,9 @@ from functools import cache
 
 import torch
 
-from leanstep.diagnose.recording.ops import HALF
+from leanstep.diagnose.findings import Finding, Work
+from leanstep.diagnose.step import HALF, Step
 from leanstep.diagnose.step_clock import own_seconds
-from leanstep.diagnose.step_records import Finding, MatmulKey, StepRecord, Work
 
 # A read on a GPU drains the queue: the latency of a synchronisation plus the gap until new work arrives.
 SYNC_SECONDS = (10e-6, 50e-6)
@@ -95,16 +95,15 @@ def warm_up_torch() -> None:
     torch.optim.SGD([weight], lr=0.0).step()
 
 
-def measure_half_rates(steps: Sequence[StepRecord], budget_s: float = 0.5) -> None:
-    """Time the two largest half-precision matmuls of the step against float32 and fill `half_rates`.
+def measure_half_rates(steps: Sequence[Step], budget_s: float = 0.5) -> None:
+    """Time the two largest half-precision matmuls of a step against float32: the tape's `half_rates`.
 
     Run it with no torch modes active. The faster shape counts: a dtype is slow only if all shapes are slow.
     """
     seen: dict[torch.dtype, dict[tuple[int, int, int, int, bool], int]] = {}
-    for step in steps[:1]:
-        for key in step.matmuls:
-            if key.dtype in HALF:
-                seen.setdefault(key.dtype, {})[key.shape] = _flops(key)
+    for op in steps[0].ops if steps else ():
+        if op.matmul is not None and op.factors[0].dtype in HALF:
+            seen.setdefault(op.factors[0].dtype, {})[op.matmul_shape] = op.flops
     deadline = time.perf_counter() + budget_s
     for dtype, shapes in seen.items():
         rates = []
@@ -113,13 +112,7 @@ def measure_half_rates(steps: Sequence[StepRecord], budget_s: float = 0.5) -> No
                 break
             rates.append(_rates(shape, dtype))
         best = max(rates, key=lambda pair: pair[0] / pair[1])
-        for step in steps:
-            step.half_rates[dtype] = best
-
-
-def _flops(key: MatmulKey) -> int:
-    batch, rows, inner, columns, _ = key.shape
-    return 2 * batch * rows * inner * columns
+        steps[0].tape.half_rates[dtype] = best
 
 
 def _rates(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> tuple[float, float]:
@@ -154,18 +147,22 @@ def _rates(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> tuple[
 
 def price(
     findings: Sequence[Finding],
-    steps: Sequence[StepRecord],
+    steps: Sequence[Step],
     step_seconds: float | None,
     calibration: Calibration,
     iteration_seconds: float | None = None,
+    rollout_seconds: float | None = None,
 ) -> list[Finding]:
     """Fill in the cost of each finding per step and sort: most expensive first, compiled regions last.
 
     iteration_seconds: the time to which findings that occur once per rollout are compared; None: the step's.
+    rollout_seconds: how long a rollout takes, if it was timed.
     """
     on_gpu = gpu_step_seconds(steps)
     for finding in findings:
         work = finding.work
+        if work.rollout_share and rollout_seconds is not None:
+            work.seconds = work.rollout_share * rollout_seconds
         seconds = _seconds(work, calibration)
         finding.basis = "calibrated"
         if work.seconds is not None:
@@ -193,7 +190,7 @@ def price(
     return ranked
 
 
-def _memory_share(work: Work, steps: Sequence[StepRecord]) -> float:
+def _memory_share(work: Work, steps: Sequence[Step]) -> float:
     """Return the share of the largest amount saved for the backward at once."""
     peak_saved = max((max(step.peak_saved_bytes, step.peak_wide_bytes) for step in steps), default=0)
     return work.held_bytes / peak_saved if peak_saved else 0.0
@@ -209,7 +206,7 @@ def _seconds(work: Work, calibration: Calibration) -> float:
     )
 
 
-def worth_a_line(findings: Sequence[Finding], steps: Sequence[StepRecord]) -> list[Finding]:
+def worth_a_line(findings: Sequence[Finding], steps: Sequence[Step]) -> list[Finding]:
     """Drop small findings, judged by the rates of a typical core so that machine load makes no difference."""
     core, whole = PLAIN_CORE, 0.0
     if steps:
@@ -229,7 +226,7 @@ def worth_a_line(findings: Sequence[Finding], steps: Sequence[StepRecord]) -> li
     return [finding for finding in findings if is_worth_it(finding)]
 
 
-def gpu_step_seconds(steps: Sequence[StepRecord]) -> float:
+def gpu_step_seconds(steps: Sequence[Step]) -> float:
     """Return the assumed (not predicted) time of the recorded work on a GPU, the median over the steps."""
     return (
         statistics.median(

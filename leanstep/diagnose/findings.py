@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from leanstep.tape.lines import Line, Site, short_path
+from leanstep.units import about
 
 if TYPE_CHECKING:
     from leanstep.diagnose.advice import Advice
@@ -95,7 +96,7 @@ class Rule:
     compiled: Launches | str | None = None
     smallest: bool = False
     advice: tuple[Advice, ...] = ()
-    cost: Callable[[Finding], str] | None = None
+    cost: Callable[[Sequence[Finding]], str] | None = None
     instead_of: str | None = None
 
 
@@ -153,6 +154,14 @@ class Findings(list[Finding]):
 def callers_of(sites: Iterable[Site]) -> Counter[Line]:
     """Count the user's lines that led to lines of packages."""
     return Counter(site.caller for site in sites if site.caller is not None)
+
+
+def time_text(findings: Sequence[Finding]) -> str:
+    """Return about how long findings take, and the share of the step."""
+    seconds = sum(f.seconds or 0.0 for f in findings)
+    shares = [f.share for f in findings if f.share is not None]
+    share = f" ({min(sum(shares), 1.0):.0%} of the step)" if shares and seconds else ""
+    return f"{about(seconds)}{share}"
 
 
 def plural(count: int, word: str, more: str | None = None) -> str:

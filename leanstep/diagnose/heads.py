@@ -43,7 +43,7 @@ class Product(NamedTuple):
 
 @dataclass
 class Head:
-    """The backward of a head: rows seen, rows of exactly zero gradient. `in_tiles`: no [N, V] is ever held."""
+    """The backward of a head: rows seen, rows of zero gradient. `in_tiles`: no [N, V] is ever held."""
 
     inner: int
     width: int

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from leanstep.diagnose.step_records import StepRecord
+from leanstep.diagnose.step import Step
 from leanstep.flops import StepFlops, operand_type
 
 
-def step_flops(steps: Sequence[StepRecord]) -> StepFlops:
+def step_flops(steps: Sequence[Step]) -> StepFlops:
     """Return the matmuls of the recorded step whose model FLOPs are the median."""
     if not steps:
         raise ValueError("steps: expected at least one recorded step, got none")
@@ -21,7 +21,7 @@ def step_flops(steps: Sequence[StepRecord]) -> StepFlops:
     return counted[(len(counted) - 1) // 2]
 
 
-def _of(step: StepRecord) -> StepFlops:
+def _of(step: Step) -> StepFlops:
     products: Counter[tuple[str, str]] = Counter()
     for (phase, dtype), flops in step.products.items():
         products[phase, operand_type(dtype)] += flops

@@ -384,6 +384,20 @@ class Step:
         return max(self.saved_bytes)
 
     @cached_property
+    def held_by_line(self) -> dict[Line, int]:
+        """The most bytes that each line saves for one backward; a library's line counts for the user's."""
+        held: dict[tuple[Line, int], int] = defaultdict(int)
+        for entry in self.saved:
+            site = entry.site
+            line = site.caller if site.line.library and site.caller is not None else site.line
+            if line is not UNKNOWN_LINE:
+                held[line, entry.window] += entry.tensor.num_bytes
+        lines: dict[Line, int] = {}
+        for (line, _), num_bytes in held.items():
+            lines[line] = max(lines.get(line, 0), num_bytes)
+        return lines
+
+    @cached_property
     def backward_runs(self) -> int:
         return self._saves[2]
 
@@ -520,4 +534,3 @@ def pairs(op: Op) -> Iterator[tuple[TensorInfo, Any]]:
         yield first, second
     elif isinstance(first, tuple) and isinstance(second, tuple):
         yield from zip(first, second, strict=False)
-

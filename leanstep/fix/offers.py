@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.outputs import gate
-from leanstep.diagnose.step_records import Finding
 from leanstep.diagnose.watch import Watch
 from leanstep.files import BadInput, write_atomically
 from leanstep.fix import repairs

@@ -1,4 +1,4 @@
-"""The table of repairs: for each rule, the edits that would remove a finding.
+"""The table of repairs: the edits that would remove a finding.
 
 A repair reads the line and the code around it. If that code does not match the pattern it handles, it
 raises `NotUnderstood` with the reason and edits nothing. Variants are tried in order; the proof in
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import libcst as cst
 
-from leanstep.diagnose.advice import APPLY
-from leanstep.diagnose.step_records import Finding
+from leanstep.diagnose.advice_new import APPLY
+from leanstep.diagnose.families import RULES
+from leanstep.diagnose.findings import Finding
 from leanstep.fix.head_repair import cross_entropy_of_a_head
 from leanstep.fix.logprob_repair import log_probs_of_tokens
 from leanstep.fix.source_edits import (
@@ -92,7 +93,7 @@ def repairs_of(project: Project, finding: Finding) -> list[Repair]:
     """Return ways to repair a finding, best first; raise NotUnderstood with the reason if there is none."""
     if finding.leanstep is not None and finding.leanstep.startswith(APPLY.rpartition(".")[0]):
         return _apply_where_the_model_is_made(project)
-    repair = REPAIRS.get(finding.rule)
+    repair = EDITS.get(RULES[finding.rule].edit or "")
     if repair is None:
         raise NotUnderstood(f"no edit is safe without you; by hand: {finding.short_fix}")
     path = Path(os.path.abspath(finding.line.file))  # noqa: PTH100  without `..`, links as they are
@@ -370,12 +371,10 @@ def _head(project: Project, source: Source, statement: Statement) -> list[Repair
             raise (of_log_probs if of_loss.is_other_code else of_loss) from None
 
 
-REPAIRS: dict[str, Callable[[Project, Source, Statement], list[Repair]]] = {
-    "unbatched-optimizer": _optimizer,
-    "alloc-churn": _optimizer,
-    "zero-fill": _one_unbind,
-    "retain-graph": _no_retain,
-    "dead-rows": _head,
-    "full-vocab": _head,
-    "no-grad-vocab": _head,
+# `Rule.edit` -> the edits.
+EDITS: dict[str, Callable[[Project, Source, Statement], list[Repair]]] = {
+    "optimizer": _optimizer,
+    "unbind": _one_unbind,
+    "retain": _no_retain,
+    "head": _head,
 }

@@ -25,7 +25,7 @@ from leanstep import units
 from leanstep.diagnose.cost import is_small
 from leanstep.diagnose.mfu import step_flops
 from leanstep.diagnose.outputs import gate, screen
-from leanstep.diagnose.step_records import Finding
+from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.watch import Watch
 from leanstep.flops import operand_type, utilisation
 from leanstep.rehearse.devices import DEVICES, Device, device_named
@@ -144,9 +144,9 @@ class StepReport:
             self._log(dict(self.scalars))
 
     def _figures(self) -> dict[str, float]:
-        reads = sum(f.count for f in self.findings if f.rule == "host-sync")
+        reads = sum(f.work.reads for f in self.findings)
         wasted = sum(f.seconds or 0.0 for f in self.findings)
-        if self.watch.recorder.accelerator:
+        if self.watch.accelerator:
             # The cost of a read is assumed, and only counts where there is a device to wait for.
             wasted += sum(sum(f.seconds_range) / 2 for f in self.findings if f.seconds_range)
         if self.watch.step_seconds:
@@ -156,7 +156,7 @@ class StepReport:
 
     def _utilisation(self) -> str:
         """Return a line on the MFU and add `leanstep/mfu` to the figures; empty if no peak is known."""
-        device = self._device or (_device_at_hand() if self.watch.recorder.accelerator else None)
+        device = self._device or (_device_at_hand() if self.watch.accelerator else None)
         if self.step_seconds is None or (device is None and self._peak_flops is None):
             return ""
         flops = step_flops(self.watch.steps)

@@ -1,4 +1,4 @@
-"""Ops that are too small, too many, or needless: storms, activations by hand, zero-filled gradients, copies."""
+"""Ops that are too small, too many or needless: storms, activations by hand, fills, copies, idle launches."""
 
 from __future__ import annotations
 
@@ -324,9 +324,8 @@ def idle_launches(step: Step, limits: Mapping[str, float]) -> Iterator[Hit]:
 
 
 def _idle(f: Finding, between: str) -> str:
-    return (
-        f"The device is idle for {f.evidence['share']:.0%} of the step {between} ({listed(f.evidence['by'])})."
-    )
+    e = f.evidence
+    return f"The device is idle for {e['share']:.0%} of the step {between} ({listed(e['by'])})."
 
 
 LAUNCH_BOUND = Rule(

@@ -1,4 +1,4 @@
-"""Updates: loops over parameters, short-lived buffers, copies of weights, gradients of no use, missing ones."""
+"""Updates: loops over parameters, short-lived buffers, copies of weights, unused and missing gradients."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from typing import NamedTuple
 
 from leanstep.diagnose.advice_new import Advice
 from leanstep.diagnose.families.ops import out_of_order
-from leanstep.diagnose.findings import Finding, Hit, Launches, Rule, Work, callers_of, listed, plural
+from leanstep.diagnose.findings import (
+    Finding,
+    Hit,
+    Launches,
+    Rule,
+    Work,
+    callers_of,
+    listed,
+    plural,
+    time_text,
+)
 from leanstep.diagnose.step import Op, Step, by_line, grouped
 from leanstep.tape.events import BACKWARD, FORWARD, OPTIMIZER, PARAMETER, RECOMPUTE, UPDATE, Held, Layout
 from leanstep.tape.lines import UNKNOWN, Line, Site
-from leanstep.units import about, size
+from leanstep.units import size
 
 UPDATE_ADVICE = (
     Advice(
@@ -296,7 +306,7 @@ UNUSED_GRAD = Rule(
     why="The backward computes and stores a gradient that is never read.",
     fix="Use requires_grad_(False) or torch.no_grad(), or add the parameters to an optimizer.",
     short_fix="requires_grad_(False), or optimise it",
-    cost=lambda f: about(f.seconds or 0.0),
+    cost=time_text,
 )
 
 
@@ -360,9 +370,9 @@ MISSING_GRAD = Rule(
     fires_when="a parameter that an optimizer holds has no gradient, or only zeros, on every recorded step",
     what=_missing,
     amount=lambda f: plural(f.count, "parameter"),
-    why="It is not trained: detached, unused, or multiplied by zero. Weight decay may change it all the same.",
+    why="It is not trained: detached, unused, or multiplied by zero. Weight decay may still change it.",
     fix="Connect it to the loss: look for detach(), no_grad(), .data, a layer that the forward skips, or a "
     "factor of zero. If it is meant to stay as it is, requires_grad_(False).",
     short_fix="connect it to the loss, or freeze it",
-    cost=lambda f: "training",
+    cost=lambda findings: "their training",
 )

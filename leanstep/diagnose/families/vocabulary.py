@@ -1,4 +1,4 @@
-"""Tensors as wide as the vocabulary: rows without a gradient, logits that are kept, logits without gradients."""
+"""Tensors as wide as the vocabulary: rows without a gradient, kept logits, logits without gradients."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ NO_GRADIENT = Advice(
     "Check the loss first: equal rewards within a group give zero advantages, and a mask that selects "
     "nothing gives a zero loss. Skip such a batch before the forward pass, or vary the rewards.",
     "the loss has no gradient (advantages are all zero)",
-    what="Every row of the head gets a gradient of exactly zero: the loss has no gradient (advantages are all "
-    "zero).",
+    what="Every row of the head gets a gradient of exactly zero: the loss has no gradient (advantages are "
+    "all zero).",
     when=lambda f: f.count == f.evidence["rows"],
 )
 
@@ -133,7 +133,7 @@ DEAD_ROWS = Rule(
     edit="head",
     smallest=True,
     advice=(NO_GRADIENT, *HEAD_ADVICE),
-    cost=lambda f: f"{100 * f.count / f.evidence['rows']:.0f} % of the head",
+    cost=lambda findings: f"{100 * findings[0].count / findings[0].evidence['rows']:.0f} % of the head",
 )
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from leanstep.diagnose.step_records import RULE_IDS, Finding
+from leanstep.diagnose.families import RULE_IDS
+from leanstep.diagnose.findings import Finding
 
 # A count this much above the baseline's is new again.
 TOLERANCE = 1.10

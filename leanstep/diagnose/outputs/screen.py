@@ -15,13 +15,13 @@ import leanstep
 from leanstep import units
 from leanstep.diagnose import iteration_times
 from leanstep.diagnose.cost import is_small
-from leanstep.diagnose.recording import source
-from leanstep.diagnose.rule_list import page_of
-from leanstep.diagnose.rules import RULES
-from leanstep.diagnose.step_records import Finding
+from leanstep.diagnose.explain import page_of
+from leanstep.diagnose.families import RULES
+from leanstep.diagnose.findings import Finding, time_text
 from leanstep.escape import for_workflow
 from leanstep.tape.lines import Line, short_path
 from leanstep.tape.marks import OTHER
+from leanstep.tape.nodes import missing_private_names
 
 SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
@@ -49,7 +49,7 @@ def as_json(
         "leanstep": leanstep.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": "cuda" if watch.recorder.accelerator else "cpu",
+        "device": "cuda" if watch.accelerator else "cpu",
         "threads": torch.get_num_threads(),
         "script": script,
         "argv": list(argv),
@@ -175,14 +175,12 @@ def cost_text(findings: Sequence[Finding]) -> str:
         low = sum(f.seconds_range[0] for f in findings if f.seconds_range)
         high = sum(f.seconds_range[1] for f in findings if f.seconds_range)
         return f"{units.about_range(low, high)} on a GPU"
-    if first.rule == "dead-rows":
-        return f"{100 * first.count / first.evidence['rows']:.0f} % of the head"
-    if first.work.held_bytes and first.rule != "unused-grad":
+    own = RULES[first.rule].cost
+    if own is not None:
+        return own(findings)
+    if first.work.held_bytes:
         return f"{units.size(sum(f.work.held_bytes for f in findings))} held"
-    seconds = sum(f.seconds or 0.0 for f in findings)
-    shares = [f.share for f in findings if f.share is not None]
-    share = f" ({min(sum(shares), 1.0):.0%} of the step)" if shares and seconds else ""
-    return f"{units.about(seconds)}{share}"
+    return time_text(findings)
 
 
 def entries_of(findings: Sequence[Finding]) -> list[Entry]:
@@ -201,7 +199,7 @@ def header(watch: Any, script: str) -> str:
     if facts is not None:
         # A trace was recorded elsewhere and describes its own environment.
         return f"leanstep diagnose --trace {script}\n  " + " · ".join(facts)
-    device = "cuda" if watch.recorder.accelerator else "cpu"
+    device = "cuda" if watch.accelerator else "cpu"
     parts = [
         f"torch {torch.__version__}",
         f"{device}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}",
@@ -292,7 +290,7 @@ def _remarks(watch: Any, exception: str | None, code: int) -> list[str]:
     lines = []
     if watch.steps and watch.boundary == "none":
         lines.append("  No optimizer step was seen, so the whole run counts as one step.")
-    missing = source.missing_private_names()
+    missing = missing_private_names()
     if missing:
         lines.append(f"  This torch has no {' and no '.join(missing)}: backward ops have no source line.")
     if not watch.steps:
