@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from leanstep.diagnose import compiled_rules, cost, iteration_times, rules
+from leanstep.diagnose.compiled_code import CompiledCode
 from leanstep.diagnose.iteration_times import IterationClock, PhaseTotal, Position, RecordedStep, Stretch
 from leanstep.diagnose.recording import torch_hooks
-from leanstep.diagnose.compiled_code import CompiledCode
 from leanstep.diagnose.recording.recorder import Recorder
 from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode, reach_modes_again
 from leanstep.diagnose.step_clock import StepClock, own_seconds, waited_seconds

@@ -21,10 +21,10 @@ import torch
 from leanstep.diagnose import compiled, cost, unseen
 from leanstep.diagnose import iteration_times_new as iteration_times
 from leanstep.diagnose.compiled_code import CompiledCode
+from leanstep.diagnose.families import GROWTH_STEPS, Limits
 from leanstep.diagnose.find import find, judge
 from leanstep.diagnose.findings import Findings
 from leanstep.diagnose.iteration_times_new import IterationClock, PhaseTotal, Position, RecordedStep, Stretch
-from leanstep.diagnose.families import GROWTH_STEPS, Limits
 from leanstep.diagnose.step import Step
 from leanstep.diagnose.step_clock import StepClock, own_seconds, waited_seconds
 from leanstep.tape.events import OP, UPDATE, StepSpan, Tape

@@ -4,7 +4,7 @@ import torch
 torch.manual_seed(0)
 torch.set_num_threads(1)
 table = torch.nn.Parameter(torch.randn(512, 256).bfloat16())
-gain = torch.nn.Parameter(torch.ones(256))
+gain = torch.nn.Parameter(torch.rand(256))
 optimizer = torch.optim.SGD([table, gain], lr=0.01)
 ids = torch.randint(0, 512, (256,))
 
