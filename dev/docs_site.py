@@ -36,7 +36,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]*)(?:#[^)]*)?\)")
 
 def on_config(config: Any) -> Any:
     """Fill the navigation's lists of generated pages."""
-    from leanstep.diagnose.families import RULES
+    from leanstep.diagnose.rules import RULES
 
     for part in config.nav:
         if "Rules" in part:
@@ -74,7 +74,7 @@ def _outside(text: str, target: str) -> str:
 def rule_pages() -> dict[str, str]:
     """One page per rule, and a list of them."""
     from leanstep.diagnose import explain
-    from leanstep.diagnose.families import RULES
+    from leanstep.diagnose.rules import RULES
 
     pages = {f"rules/{name}.md": explain.as_markdown(name) for name in RULES}
     lines = [

@@ -96,7 +96,7 @@ def _check_keys(path: Path, table: str, values: Any, known: tuple[str, ...]) -> 
 
 
 def _rules(path: Path, table: dict[str, Any], key: str) -> tuple[str, ...]:
-    from leanstep.diagnose.families import RULE_IDS
+    from leanstep.diagnose.rules import RULE_IDS
 
     names = table.get(key, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -112,7 +112,7 @@ def _rules(path: Path, table: dict[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _thresholds(path: Path, table: Any) -> dict[str, dict[str, float]]:
-    from leanstep.diagnose.families import RULE_IDS, Limits
+    from leanstep.diagnose.rules import RULE_IDS, Limits
 
     _check_keys(path, "[tool.leanstep.thresholds]", table, RULE_IDS)
     for rule, values in table.items():

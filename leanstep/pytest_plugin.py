@@ -106,7 +106,7 @@ class Budget:
                 "[tool.leanstep.budgets] in pyproject.toml"
             )
         if rules:
-            from leanstep.diagnose.families import RULE_IDS
+            from leanstep.diagnose.rules import RULE_IDS
 
             unknown = [name for name in rules if name not in RULE_IDS]
             if unknown:
@@ -182,7 +182,7 @@ class Budget:
                 self.spent[name] = sum(f.count for f in lines) if name == "host_reads" else len(lines)
 
     def _lines_of(self, name: str) -> list[Any]:
-        from leanstep.diagnose.families import RULES
+        from leanstep.diagnose.rules import RULES
 
         removes = {"host_reads": "reads", "op_storms": "small ops"}.get(name, "")
         return [f for f in self.findings if f.rule == name or RULES[f.rule].removes == removes]

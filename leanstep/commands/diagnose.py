@@ -24,7 +24,7 @@ from leanstep.commands.terminal import (
 )
 from leanstep.config import Config, read_config
 from leanstep.diagnose import explain as rule_pages
-from leanstep.diagnose.families import RULE_IDS, Limits
+from leanstep.diagnose.rules import RULE_IDS, Limits
 from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.outputs import gate, screen
 from leanstep.diagnose.watch import Watch

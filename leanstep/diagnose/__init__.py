@@ -9,7 +9,7 @@
 In a script that runs under `leanstep diagnose`, `step()` marks the end of a step.
 """
 
-from leanstep.diagnose.families import RULE_IDS, Limits
+from leanstep.diagnose.rules import RULE_IDS, Limits
 from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.watch import Watch, step, watch
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from leanstep.diagnose.compiled_code import CompiledCode, Graph, Kernel, Place, place_of_line
-from leanstep.diagnose.families import RULES, Limits
+from leanstep.diagnose.rules import RULES, Limits
 from leanstep.diagnose.findings import Finding, Launches
 from leanstep.tape.lines import short_path
 from leanstep.units import size

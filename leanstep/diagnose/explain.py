@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from leanstep.diagnose.families import RULES
+from leanstep.diagnose.rules import RULES
 
 _CODE = re.compile(r"[\w.]+\([^()]*\)|[\w.]*_[\w.]*\*?|\w+=\w+")
 _NEEDS = {

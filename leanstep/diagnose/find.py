@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from leanstep.diagnose import advice_new as advice
-from leanstep.diagnose.families import RULES, Limits
+from leanstep.diagnose import advice
+from leanstep.diagnose.rules import RULES, Limits
 from leanstep.diagnose.findings import Finding, Hit, Rule
 from leanstep.diagnose.step import Step
 from leanstep.tape.lines import Line

@@ -7,21 +7,21 @@ of `leanstep.tape.phases`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from leanstep.diagnose.recording.step import Amount
+from leanstep.diagnose.step import Step
 from leanstep.tape.marks import NO_GRAD, PHASES, ROLLOUT, SCORING, UPDATE, Mark, spans
 
 
 class Position(NamedTuple):
-    """The start of a phase: the time, and the amounts recorded until then.
+    """The start of a phase: the time, and the number of events recorded until then.
 
     waited: how long the main thread has waited for a core, which `time` excludes.
     """
 
     time: float
-    recorded: Amount = Amount()
+    event: int = 0
     waited: float = 0.0
 
 
@@ -48,12 +48,17 @@ class Stretch:
     steps: int = 0
 
 
-class RecordedStep(NamedTuple):
-    """Where a step was recorded, and whether a rollout is part of it."""
+@dataclass
+class RecordedStep:
+    """Where a step was recorded, and whether a rollout is part of it.
+
+    amounts: by phase its ops, FLOPs and written bytes: see `amounts`.
+    """
 
     start: Position
     end: Position
     has_rollout: bool
+    amounts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
 
 class IterationClock:
@@ -94,6 +99,16 @@ class IterationClock:
         return self.stretch if self.stretch is not None and self.stretch.steps and self.has_rollout else None
 
 
+def amounts(marks: Sequence[Mark], recorded: RecordedStep, step: Step) -> dict[str, tuple[int, int, int]]:
+    """Return ops, FLOPs and written bytes of each phase of a step."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for phase, first, last in spans(marks, recorded.start, recorded.end):
+        ops, flops, written = step.amount(first.event, last.event)
+        before = found.get(phase, (0, 0, 0))
+        found[phase] = (before[0] + ops, before[1] + flops, before[2] + written)
+    return found
+
+
 def totals(
     marks: Sequence[Mark],
     timed: Stretch | None,
@@ -110,11 +125,11 @@ def totals(
         for phase, first, last in spans(marks, timed.start, timed.end):
             by_phase[phase].seconds = (by_phase[phase].seconds or 0.0) + last.time - first.time
     for step in recorded:
-        for phase, first, last in spans(marks, step.start, step.end):
+        for phase, (ops, flops, written) in step.amounts.items():
             entry = by_phase[phase]
-            entry.ops += last.recorded.ops - first.recorded.ops
-            entry.flops += last.recorded.flops - first.recorded.flops
-            entry.written_bytes += last.recorded.written_bytes - first.recorded.written_bytes
+            entry.ops += ops
+            entry.flops += flops
+            entry.written_bytes += written
     # A recording may end between the updates of an iteration, so the number of updates may differ.
     iterations = sum(step.has_rollout for step in recorded) if rollouts else len(recorded)
     updates = timed.steps if timed is not None else len(recorded) / max(1, iterations)

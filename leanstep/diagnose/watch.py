@@ -6,35 +6,41 @@ is part of the step that follows.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
 import torch
 
-from leanstep.diagnose import compiled_rules, cost, iteration_times, rules
+from leanstep.diagnose import compiled, cost, unseen
+from leanstep.diagnose import iteration_times
 from leanstep.diagnose.compiled_code import CompiledCode
+from leanstep.diagnose.rules import GROWTH_STEPS, Limits
+from leanstep.diagnose.find import find, judge
+from leanstep.diagnose.findings import Findings
 from leanstep.diagnose.iteration_times import IterationClock, PhaseTotal, Position, RecordedStep, Stretch
-from leanstep.diagnose.recording import torch_hooks
-from leanstep.diagnose.recording.recorder import Recorder
-from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode, reach_modes_again
+from leanstep.diagnose.step import Step
 from leanstep.diagnose.step_clock import StepClock, own_seconds, waited_seconds
-from leanstep.diagnose.step_records import GROWTH_STEPS, Findings, Limits, StepRecord
+from leanstep.tape.events import OP, UPDATE, StepSpan, Tape
 from leanstep.tape.hooks import in_engine, replace_function
 from leanstep.tape.lines import Site
 from leanstep.tape.marks import ROLLOUT
+from leanstep.tape.modes import SavedHooks, as_it_is, hide_from_compiler, leave_mode, reach_modes_again
 from leanstep.tape.phases import PhaseListener, PhaseMarker
+from leanstep.tape.recorder import Recorder
+from leanstep.tape.run import Program, Stop, as_main
 from leanstep.tape.steps import StepListener, StepMarker
 
 # A step that takes longer than this is not repeated just to be timed.
 MAX_TIMED_S = 10.0
-# Steps whose counters are stored in full; for earlier ones only the hits are.
+# Steps whose events are kept; of earlier ones only the hits and totals are.
 FULL_STEPS = 8
 # Updates that may pass until the next rollout: an iteration with a rollout may take longer than a step.
 MAX_ITERATION_S, MAX_WAITING_STEPS = 60.0, 32
@@ -77,9 +83,9 @@ class Watch(StepListener, PhaseListener):
             raise ValueError(f"warmup: expected at least 0, got {warmup}")
         self.num_steps, self.num_warmup = steps, warmup
         self.limits = limits or Limits()
-        self.recorder = Recorder(self.limits)
-        self.recorder.survivors.on = steps >= GROWTH_STEPS
-        self.steps: list[StepRecord] = []
+        self.recorder = Recorder()
+        self.recorder.marks_graphs = self._grows = steps >= GROWTH_STEPS
+        self.steps: list[Step] = []
         self.boundary = "none"
         self._measured_seconds: float | None = None
         self.warmup_done = 0
@@ -93,7 +99,7 @@ class Watch(StepListener, PhaseListener):
         self._modes_on = False
         self._hooks = SavedHooks()
         self._compiler = CompiledCode()
-        self.compiled = compiled_rules.CompiledReport()
+        self.compiled = compiled.CompiledReport()
         self.clock = StepClock()
         self.iteration_clock = IterationClock()
         self.marker = StepMarker(self, PhaseMarker(self._position, self))
@@ -102,17 +108,17 @@ class Watch(StepListener, PhaseListener):
         self._step_began = Position(0.0)
         self._timed: Stretch | None = None
         self.has_loader = False
-        # The completed parts of the current step, and when the last of them ended.
-        self._parts: list[StepRecord] = []
+        # Where the current step begins on the tape, where its last part ended, and when.
+        self._first = 0
+        self._part_end: int | None = None
         self._part_ended = 0.0
-        self._dropped: StepRecord | None = None
+        self._dropped: StepSpan | None = None
         # The recording began inside the current step: it is incomplete.
         self._incomplete = False
         self._iterations: set[int] = set()
         self._last_iteration = 0
         self._scanned = False
         self._cpu_seconds: float | None = None
-        self._update_site: Site | None = None
         self._started = self._last_end = 0.0
         self._closed_at = 0.0
         # The shortest recorded step: a step without the recorder takes no longer.
@@ -133,10 +139,10 @@ class Watch(StepListener, PhaseListener):
         self._calibration = cost.calibrate()
         cost.warm_up_torch()
         self._threads = {thread.name for thread in threading.enumerate()}
-        self._jit_entries = torch_hooks.triton_entries()
+        self._jit_entries = unseen.triton_entries()
         self._stack.enter_context(self._hooks.stepping_aside())
-        self._stack.enter_context(torch_hooks.watch_graphs(self._on_graph_replay))
-        self._stack.enter_context(torch_hooks.sync_debug(self.recorder))
+        self._stack.enter_context(unseen.watch_graphs(self._on_graph_replay))
+        self._stack.enter_context(unseen.sync_debug(self.recorder))
         self._stack.enter_context(self._compiler.reading())
         self._stack.enter_context(self.marker)
         self._stack.callback(replace_function(torch.utils.data.DataLoader, "__iter__", self._load))
@@ -160,11 +166,10 @@ class Watch(StepListener, PhaseListener):
     def _enter_modes(self) -> None:
         if self._modes_on or self.finished:
             return
-        ops, calls, hooks = self.recorder.modes()
         self._compiler.enter()
-        self._hooks.enter(hooks)
-        ops.__enter__()
-        calls.__enter__()
+        self._hooks.enter(self.recorder.saved_hooks)
+        self.recorder.op_mode.__enter__()
+        self.recorder.call_mode.__enter__()
         self._modes_on = True
         self.recorder.start()
         self._step_began = self._position()
@@ -175,9 +180,8 @@ class Watch(StepListener, PhaseListener):
             return
         self._modes_on = False
         self.recorder.active = False
-        ops, calls, _ = self.recorder.modes()
-        leave_mode(calls)
-        leave_mode(ops)
+        leave_mode(self.recorder.call_mode)
+        leave_mode(self.recorder.op_mode)
         self._hooks.leave()
         self._compiler.leave()
 
@@ -186,10 +190,11 @@ class Watch(StepListener, PhaseListener):
     def step(self) -> None:
         """Mark the end of a step. After the first call, steps end only here."""
         if self.boundary != "explicit" and not self.finished:
-            # The parts that optimizer steps have separated so far are one step.
+            # What optimizer steps have separated so far is one step.
             self.boundary = "explicit"
-            self._parts = [*self.steps, *self._parts]
-            self.steps = []
+            if self.steps:
+                self._first = self.steps[0].span.first
+                self.steps, self.tape.steps, self._recorded = [], [], []
             self.warmup_done = self.warmup_done if self._light else 0
         self._close_part()
         self._end_step(own_seconds(), late=False)
@@ -201,26 +206,16 @@ class Watch(StepListener, PhaseListener):
             self._start_light()
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        stepping, key = self.recorder.stepping, id(optimizer)
-        if key in stepping:
-            # Its last step() raised: the hook after it never ran.
-            del stepping[stepping.index(key) :]
-        stepping.append(key)
+        self.recorder.optimizer_begins(optimizer)
         if self.clock.running:
             self.clock.optimizer_begins()
-        if self._modes_on and self.recorder.survivors.on:
-            self._update_site, _ = self.recorder.stack.locate(sys._getframe(1), False)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         if self.clock.running:
             self.clock.optimizer_ends()
-        stepping, key = self.recorder.stepping, id(optimizer)
-        if key in stepping:
-            del stepping[stepping.index(key) :]
-        with torch._C.DisableTorchFunction():
-            self._hold(optimizer)
-            if self._modes_on:
-                self._judge_gradients()
+        self.recorder.optimizer_ends(optimizer)
+        if self._modes_on and not self._scanned:
+            self._scan_objects()
 
     def part_ends(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._part_ended = own_seconds()
@@ -234,65 +229,74 @@ class Watch(StepListener, PhaseListener):
 
     def _close_part(self) -> None:
         if not self._light and not self.finished:
-            self._parts.append(self.recorder.state.close())
+            self._part_end = self.tape.count
 
     def _end_step(self, now: float, late: bool) -> None:
         if self._light:
             self._light_step(now, late)
         elif self.finished:
             self._end_later_step(now)
-        elif self._parts:
-            first, *others = self._parts
-            self._parts = []
-            for part in others:
-                first.merge(part)
-            self._close_step(first, late)
+        elif self._part_end is not None:
+            self._close_step(self._part_end, late)
 
-    def _close_step(self, record: StepRecord, late: bool) -> None:
+    def _close_step(self, end: int, late: bool) -> None:
         """Record the end of one step."""
         now = own_seconds()
         if self._closed_at and self._modes_on:
             self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
         self._closed_at = now
-        self._note_growth(record)
-        began, self._step_began = self._step_began, self._position()
-        record.has_rollout = self.marker.iterations > self._last_iteration
+        began, self._step_began = self._step_began, self._position(end)
+        has_rollout = self.marker.iterations > self._last_iteration
         self._last_iteration = self.marker.iterations
-        self.recorder.new_step()
+        self.recorder.end_step()
         self._note_others()
+        span = StepSpan(self._first, end, has_rollout, self._step_cpu_seconds(), self._update_site(end))
+        self._first, self._part_end = end, None
         if self._incomplete:
             self._incomplete = False
             self.warmup_done += 1
         elif self.warmup_done < self.num_warmup:
             self.warmup_done += 1
-            self._dropped = record
+            if self._dropped is not None:
+                self.tape.drop_before(self._dropped.first)
+            self._dropped = span
         else:
-            self.steps.append(record)
-            self._recorded.append(RecordedStep(began, self._step_began, record.has_rollout))
+            self._add_step(span)
+            self._recorded.append(RecordedStep(began, self._step_began, has_rollout))
             self._iterations.add(self.marker.iterations)
-            if len(self.steps) > FULL_STEPS:
-                old = self.steps[-FULL_STEPS - 1]
-                early = len(self.steps) <= 2 * FULL_STEPS
-                old.forget_counters(rules.judge(old, self.limits), keep_work=early)
         if len(self.steps) >= self.num_steps:
             self._done(late)
 
-    def _note_growth(self, record: StepRecord) -> None:
-        """Record the CPU time since the last step and the line of the update, to compare with later steps."""
-        cpu_seconds = time.thread_time()
-        if self._cpu_seconds is not None:
-            record.cpu_seconds = cpu_seconds - self._cpu_seconds
-        self._cpu_seconds, record.update_site = cpu_seconds, self._update_site
-        if self.recorder.survivors.on:
-            dropped = self._incomplete or self.warmup_done < self.num_warmup
-            self.recorder.survivors.end_step(None if dropped else record)
+    def _add_step(self, span: StepSpan) -> None:
+        """Keep a step; of the steps before the last few only the hits and totals stay."""
+        self.tape.steps.append(span)
+        self.steps.append(Step(self.tape, span))
+        number = len(self.steps) - FULL_STEPS
+        if number > 0:
+            self._forget(number - 1)
+            self.tape.drop_before(self.steps[number].span.first)
+
+    def _forget(self, number: int) -> None:
+        step, recorded = self.steps[number], self._recorded[number]
+        recorded.amounts = iteration_times.amounts(self.marker.phases.marks, recorded, step)
+        step.forget(judge(step, self.limits))
+
+    def _step_cpu_seconds(self) -> float | None:
+        """Return the CPU time since the last step, to compare with later steps."""
+        before, self._cpu_seconds = self._cpu_seconds, time.thread_time()
+        return self._cpu_seconds - before if before is not None else None
+
+    def _update_site(self, end: int) -> Site | None:
+        """Return the line of the last update before `end`."""
+        for row in reversed(self.tape.events[: end - self.tape.dropped]):
+            if row[0] == UPDATE:
+                return self.tape.sites[row[2]]
+        return None
 
     def _done(self, late: bool) -> None:
         self.finished = True
-        self.recorder.state.churn.settle(last=True)
-        self.recorder.survivors.settle()
-        self.recorder.active = False
         self._leave_modes()
+        self._stop_recorder()
         self._last_end = own_seconds()
         if self._stackless:
             return  # The script has ended: there is nothing to time or stop.
@@ -304,6 +308,12 @@ class Watch(StepListener, PhaseListener):
                 self._start_clock()
         elif self._on_done is not None:
             self._on_done()
+
+    def _stop_recorder(self) -> None:
+        if self._grows:
+            # Reference cycles live until the garbage collector runs.
+            gc.collect()
+        self.recorder.stop()
 
     def _start_clock(self) -> None:
         self._timed = Stretch(self._position(), self._position(), 1)
@@ -317,7 +327,7 @@ class Watch(StepListener, PhaseListener):
 
     def _start_light(self) -> None:
         self._leave_modes()
-        self.recorder.state.reset()
+        self._first = self.tape.count
         self._light, self._light_since = True, own_seconds()
         self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self._note_start, as_it_is))
 
@@ -348,8 +358,13 @@ class Watch(StepListener, PhaseListener):
 
     # Rollouts
 
-    def _position(self) -> Position:
-        return Position(own_seconds(), self.recorder.state.total, waited_seconds())
+    @property
+    def tape(self) -> Tape:
+        return self.recorder.tape
+
+    def _position(self, event: int | None = None) -> Position:
+        place = self.tape.count if event is None else event
+        return Position(own_seconds(), place, waited_seconds())
 
     @property
     def _makes_rollouts(self) -> bool:
@@ -370,7 +385,7 @@ class Watch(StepListener, PhaseListener):
             if self._light_calls > PATIENT_CALLS or own_seconds() - self._light_since > PATIENT_S:
                 self._leave_light(late=True)
         if self._modes_on:
-            self.recorder.state.meet_buffers(module)
+            self.recorder.on_model(module)
 
     def rollout_begins(self) -> None:
         if self._light and self._makes_rollouts and self.warmup_done >= self.num_warmup:
@@ -384,11 +399,11 @@ class Watch(StepListener, PhaseListener):
 
     def positions_again(self, caller: FrameType, length: int) -> None:
         if self._modes_on:
-            self.recorder.on_positions_again(caller, length)
+            self.recorder.on_generation("again", caller, length)
 
     def context_lost(self, caller: FrameType) -> None:
         if self._modes_on:
-            self.recorder.on_context_lost(caller)
+            self.recorder.on_generation("no context", caller, 0)
 
     def _end_iteration(self) -> None:
         """End the timing of the current iteration."""
@@ -428,41 +443,23 @@ class Watch(StepListener, PhaseListener):
             self._measured_seconds = min(self._measured_seconds or elapsed, elapsed)
             self._last_end = now
 
-    # Unused gradients
-
-    def _hold(self, optimizer: torch.optim.Optimizer) -> None:
-        self.recorder.optimizers[id(optimizer)] = weakref.ref(optimizer)
-        self.recorder.held.update(torch_hooks.storages_of(optimizer))
-
-    def _judge_gradients(self) -> None:
-        if not self._scanned:
-            self._scan_objects()
-        state = self.recorder.state
-        for storage, site in state.first_uses.items():
-            parameter = self.recorder.parameters.get(storage)
-            tensor = parameter.tensor() if parameter is not None else None
-            if tensor is not None and tensor.grad is not None and storage not in self.recorder.held:
-                state.unused[storage] = site
-        for storage in list(state.unused):
-            if storage in self.recorder.held:
-                del state.unused[storage]
-
     def _scan_objects(self) -> None:
         """Find optimizers, including those that step only occasionally, and loaders with workers."""
         self._scanned = True
-        held, has_workers = torch_hooks.scan_objects()
-        self.recorder.held |= held
+        optimizers, has_workers = unseen.scan_objects()
+        for optimizer in optimizers:
+            self.recorder.note_held(optimizer)
         if has_workers:
-            self.recorder.note("worker", "", "a DataLoader runs workers: their work is not recorded")
+            self.tape.note("worker", "", "a DataLoader runs workers: their work is not recorded")
 
     # Work that a recording cannot see
 
     def _on_graph_replay(self, where: str) -> None:
-        self.recorder.note("cuda-graph", where, "a CUDA graph was replayed: its kernels have no Python lines")
+        self.tape.note("cuda-graph", where, "a CUDA graph was replayed: its kernels have no Python lines")
 
     def _note_others(self) -> None:
-        for note in torch_hooks.others_at_work(self._threads):
-            self.recorder.note(*note)
+        for note in unseen.others_at_work(self._threads):
+            self.tape.note(*note)
         loading = "torch.utils.data.dataloader" in sys.modules and multiprocessing.active_children()
         if loading and not self._scanned:
             self._scan_objects()
@@ -470,55 +467,55 @@ class Watch(StepListener, PhaseListener):
     # Results
 
     def _finish(self, completed: bool) -> None:
-        state = self.recorder.state
-        self.began |= bool(self._started or (state.num_ops and state.families.model_seen))
+        self.began |= bool(self._started or self.recorder.model_seen)
         if self.iteration_clock.running:
             self._end_iteration()
         if not self.finished:
             self.marker.finish()
+            self._stop_recorder()
             if self.boundary == "none" and completed and not self._light:
                 self.num_warmup = self.warmup_done = 0
-                self.steps.append(state.close())
+                self._add_step(StepSpan(self._first, self.tape.count))
         if not self.steps and not self._light:
             # Too short for a warm-up, or stopped before the first complete step: use the partial step.
             partial = self._dropped
             interrupted = isinstance(self.exception, KeyboardInterrupt)
-            if partial is None and not completed and state.num_ops and (self.began or interrupted):
-                partial = state.close()
-                self.recorder.note(
-                    "dropped",
-                    "",
-                    "the run stopped inside its first recorded step: findings cover that part only",
-                )
+            if partial is None and not completed and self._has_ops and (self.began or interrupted):
+                partial = StepSpan(self._first, self.tape.count)
+                text = "the run stopped inside its first recorded step: findings cover that part only"
+                self.tape.note("dropped", "", text)
             if partial is not None:
                 self.num_warmup = self.warmup_done = 0
-                self.steps.append(partial)
-        if torch_hooks.triton_entries() > self._jit_entries:
-            self.recorder.note("triton", "", "Triton kernels were launched directly: they are not recorded")
-        state.churn.settle(last=True)
-        self.recorder.survivors.settle()
-        state.reset()
-        compiled_rules.note_unread(self.recorder, self.steps, self._compiler)
+                self._add_step(partial)
+        if unseen.triton_entries() > self._jit_entries:
+            self.tape.note("triton", "", "Triton kernels were launched directly: they are not recorded")
+        self._note_unread_graphs()
         for error in self.recorder.errors:
-            self.recorder.note("dropped", "", f"the recorder could not read some ops ({error})")
-        cost.measure_half_rates([record for record in self.steps if record.hits is None])
+            self.tape.note("dropped", "", f"the recorder could not read some ops ({error})")
+        cost.measure_half_rates([step for step in self.steps if step.hits is None])
+
+    @property
+    def _has_ops(self) -> bool:
+        return any(event.kind == OP for event in self.tape.between(self._first, self.tape.count))
+
+    def _note_unread_graphs(self) -> None:
+        """Mark compiled lines for which no graph was read: they ran eagerly, and nothing else is known."""
+        read = {file for graph in self._compiler.graphs for file in graph.files}
+        for line in {line for step in self.steps for line in step.compiled if line.file not in read}:
+            self.tape.note("compiled", line.place, "a compiled region ran eagerly; no graph of it was seen")
 
     def findings(self) -> Findings:
         """Return the findings so far, most expensive first; the list prints one line each."""
         if self._findings is not None and self._stackless:
             return self._findings
-        eager_findings = rules.find(self.steps, self.limits)
-        findings, self.compiled = compiled_rules.after_compiler(eager_findings, self._compiler, self.limits)
+        found = find(self.steps, self.limits)
+        found, self.compiled = compiled.after_compiler(found, self._compiler, self.limits)
         calibration = self._calibration or cost.calibrate()
         rollout = next((p.seconds for p in self.phases if p.phase == ROLLOUT), None)
-        for finding in findings:
-            if finding.rule == "no-kv-cache" and rollout is not None:
-                again = finding.evidence["computed_again"] / finding.evidence["positions"]
-                finding.work.seconds = again * rollout
-            elif finding.rule == "no-context" and rollout is not None:
-                finding.work.seconds = rollout
         self._findings = Findings(
-            cost.price(findings, self.steps, self.step_seconds, calibration, self.iteration_seconds)
+            cost.price(
+                found, self.steps, self.step_seconds, calibration, self.iteration_seconds, rollout_seconds=rollout
+            )
         )
         return self._findings
 
@@ -558,7 +555,16 @@ class Watch(StepListener, PhaseListener):
         """Rollout, scoring, update and the rest; empty for a script without rollouts."""
         timed = self.iteration_clock.iteration if self._makes_rollouts else self._timed
         whole = timed if timed is not None and timed.end > timed.start else None
-        return iteration_times.totals(self.marker.phases.marks, whole, self._recorded, self._makes_rollouts)
+        marks = self.marker.phases.marks
+        for recorded, step in zip(self._recorded, self.steps, strict=False):
+            if step.hits is None:
+                recorded.amounts = iteration_times.amounts(marks, recorded, step)
+        return iteration_times.totals(marks, whole, self._recorded, self._makes_rollouts)
+
+    @property
+    def accelerator(self) -> bool:
+        """Whether the model is not on the CPU."""
+        return any(step.run.accelerator for step in self.steps[-1:])
 
     @property
     def _stackless(self) -> bool:
@@ -567,7 +573,7 @@ class Watch(StepListener, PhaseListener):
     @property
     def not_seen(self) -> list[dict[str, str]]:
         """Parts of the step that a recording cannot see."""
-        return [{"kind": k, "where": w, "note": text} for (k, w), text in sorted(self.recorder.notes.items())]
+        return [{"kind": k, "where": w, "note": text} for (k, w), text in sorted(self.tape.notes.items())]
 
 
 def watch(steps: int = 3, warmup: int = 1, limits: Limits | None = None) -> Watch:
@@ -585,5 +591,20 @@ def watch(steps: int = 3, warmup: int = 1, limits: Limits | None = None) -> Watc
     return Watch(steps, warmup, limits)
 
 
+def record(script: str, arguments: Sequence[str] = (), steps: int = 3, warmup: int = 1) -> Tape:
+    """Run a script, and stop it after `steps` steps that follow `warmup` others; return what it did.
+
+    Without an update the whole run is one step. `tape.steps` are the recorded steps.
+    """
+
+    def stop() -> None:
+        raise Stop
+
+    program, watched = Program.find(script), Watch(steps, warmup, timed=False, on_done=stop)
+    with contextlib.suppress(Stop), as_main(program, arguments), watched:
+        program.run()
+    return watched.tape
+
+
 # They run below compiled regions as well.
-torch_hooks.hide_from_compiler(Watch._note_start, StepClock.first_op)
+hide_from_compiler(Watch._note_start, StepClock.first_op)

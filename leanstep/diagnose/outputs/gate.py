@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from leanstep.diagnose.families import RULE_IDS
+from leanstep.diagnose.rules import RULE_IDS
 from leanstep.diagnose.findings import Finding
 
 # A count this much above the baseline's is new again.

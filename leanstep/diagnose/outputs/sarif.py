@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 import leanstep
-from leanstep.diagnose.families import RULES
+from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.outputs.screen import cost_text
 from leanstep.tape.lines import Line, short_path

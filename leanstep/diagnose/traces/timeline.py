@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from leanstep.diagnose.recording.ops import OpInfo
+from leanstep.diagnose.step import NO_KERNEL
 from leanstep.diagnose.traces.trace_file import (
     COPY,
     FRAME,
@@ -45,10 +45,13 @@ WORDS = {"wait": "host waits", "launch": "slow launches", "optimizer": "slow lau
 
 @dataclass(frozen=True)
 class OpFacts:
-    """The meaning of a name in a trace. `inner`: look at the ops inside instead (a composite, a node)."""
+    """The meaning of a name in a trace.
+
+    inner: look at the ops inside instead (a composite, a node). launches: whether it has a kernel.
+    """
 
     inner: bool
-    info: OpInfo | None
+    launches: bool = True
 
 
 @cache
@@ -56,19 +59,19 @@ def op_facts(name: str) -> OpFacts:
     """Classify a name as a recording would: ops that torch decomposes before dispatch are not seen."""
     namespace, separator, short = name.partition("::")
     if not separator or namespace in ("autograd", "torch"):
-        return OpFacts(True, None)
+        return OpFacts(True)
     packet = getattr(getattr(torch.ops, namespace, None), short, None) if namespace == "aten" else None
     if packet is None:
-        return OpFacts(False, None)
+        return OpFacts(False)
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     # Some overloads are TorchScript's own and never dispatched.
     known = [o for o in overloads if torch._C._dispatch_has_kernel(o.name())]
     plain = [o for o in known if "out" not in o._overloadname] or known
     if not plain:
-        return OpFacts(False, None)
+        return OpFacts(False)
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     composite = all(has(o.name(), "CompositeImplicitAutograd") for o in plain)
-    return OpFacts(composite, OpInfo(plain[0]))
+    return OpFacts(composite, not (plain[0].is_view or short in NO_KERNEL))
 
 
 @dataclass

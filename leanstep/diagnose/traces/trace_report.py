@@ -13,26 +13,19 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from leanstep.diagnose import rule_checks, rules
-from leanstep.diagnose.compiled_rules import CompiledReport
+from leanstep.diagnose.compiled import CompiledReport
 from leanstep.diagnose.cost import SYNC_SECONDS, gpu_step_seconds
+from leanstep.diagnose.find import find
+from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.iteration_times import IterationClock, PhaseTotal
-from leanstep.diagnose.step_records import (
-    BACKWARD,
-    FORWARD,
-    GROWTH_RULES,
-    OPTIMIZER,
-    RULE_IDS,
-    Finding,
-    Limits,
-    StepRecord,
-    Tally,
-)
+from leanstep.diagnose.rules import RULES, Limits
+from leanstep.diagnose.step import Step, steps_of
 from leanstep.diagnose.traces.timeline import Gap, Timeline, each, is_launch
 from leanstep.diagnose.traces.trace_file import KERNEL, NOTE, OP, read_trace
 from leanstep.diagnose.traces.trace_lines import Places
-from leanstep.diagnose.traces.trace_steps import StepBuilder
+from leanstep.diagnose.traces.trace_tape import TraceTape
 from leanstep.escape import printable
+from leanstep.tape.events import BACKWARD, FORWARD, IDLE, OPTIMIZER, Event
 from leanstep.tape.lines import UNKNOWN_LINE, Line, Site
 from leanstep.units import seconds as in_words
 
@@ -54,17 +47,16 @@ class TraceRun:
             )
         self.timeline = Timeline(trace)
         self.places = Places(self.timeline, Path(path).resolve().parent)
-        self.builder = StepBuilder(self.timeline, self.places, self.limits)
-        self.steps: list[StepRecord] = self.builder.steps
-        for step, (low, high) in zip(self.steps, self.timeline.windows, strict=True):
-            step.trace_seconds = (high - low) / 1e6
+        self.events = TraceTape(self.timeline, self.places)
         self._add_idle()
+        self.tape = self.events.tape()
+        self.steps: list[Step] = steps_of(self.tape)
         # The attributes of a Watch that the screen and the JSON read.
         self.warmup_done, self.num_warmup = 0, 0
         self.boundary, self.iterations = self.timeline.boundary, None
         self.step_seconds, self.step_is_bound = self.timeline.step_us / 1e6, False
         self.waited_seconds = 0.0
-        self.recorder = SimpleNamespace(accelerator=self.timeline.has_device)
+        self.accelerator = self.timeline.has_device
         self.clock = SimpleNamespace(parts=None)
         self.phases: list[PhaseTotal] = []
         self.iteration_clock, self.iteration_seconds, self.has_loader = IterationClock(), None, True
@@ -109,7 +101,7 @@ class TraceRun:
         texts = line.trace.names.texts
         if not line.has_device:
             notes.append(("dropped", "device events: reads are counted, their cost on a GPU is assumed"))
-        if not self.builder.has_shapes:
+        if not self.events.has_shapes:
             notes.append(
                 ("dropped", "shapes (record_shapes=True): layouts and vocabulary-wide tensors need them")
             )
@@ -134,14 +126,9 @@ class TraceRun:
     def _add_idle(self) -> None:
         """Assign every gap of the device to one line: waits already have theirs."""
         line = self.timeline
-        storms = [
-            {hit.line for hit in rule_checks.op_storm(step, self.limits["op-storm"])} for step in self.steps
-        ]
-        loops = [
-            {hit.line for hit in rule_checks.unbatched_optimizer(step, self.limits["unbatched-optimizer"])}
-            for step in self.steps
-        ]
-        stretches: list[dict[str, list[Gap]]] = [defaultdict(list) for _ in self.steps]
+        loops = self._loops()
+        self._pauses: list[dict[Line, tuple[float, Counter[str]]]] = [{} for _ in line.windows]
+        stretches: list[dict[str, list[Gap]]] = [defaultdict(list) for _ in self.timeline.windows]
         for gap in line.gaps:
             number = line.step_at(float(line.start[gap.launch])) if gap.launch >= 0 else -1
             if number < 0:
@@ -150,34 +137,53 @@ class TraceRun:
                 self._pause(number, gap)
             if gap.cause in ("launch", "optimizer"):
                 site, direct = self.places.site(gap.launch)
-                if site.line in storms[number] or site.line in loops[number]:
-                    self.builder.busy[number]["op", site.line] += gap.length
+                if site.line in loops[number]:
+                    self.events.busy[number]["op", site.line] += gap.length
                 else:
                     phase = (
-                        OPTIMIZER if gap.cause == "optimizer" else self.builder.phase_of(gap.launch, direct)
+                        OPTIMIZER if gap.cause == "optimizer" else self.events.phase_of(gap.launch, direct)
                     )
                     stretches[number][phase if phase in (FORWARD, OPTIMIZER) else BACKWARD].append(gap)
         launches = self._launches()
         for number, phases in enumerate(stretches):
             for phase, gaps in phases.items():
                 where = self._common_place(gaps, phase)
-                total = Tally(launches[number][phase], round(1e3 * sum(gap.length for gap in gaps)))
-                total.detail.update(self._launched_by(gaps))
-                total.detail[f"phase {phase}"] = 1
-                self.steps[number].slow_launches[Site(where)] = total
-        first, later = self.steps[0], self.steps[1:]
-        if later and not first.pauses:
+                idle_us = sum(gap.length for gap in gaps)
+                self._idle(number, gaps[0].start, "launch", where, phase, launches[number][phase], idle_us,
+                           self._launched_by(gaps))  # fmt: skip
+        pauses = [dict(found) for found in self._pauses]
+        if len(pauses) > 1 and not pauses[0]:
             # The time before the first step is not in the trace.
-            first.pauses = {site: Tally(t.count, t.bytes, t.detail) for site, t in later[0].pauses.items()}
+            pauses[0] = pauses[1]
+        for number, found in enumerate(pauses):
+            for line_, (idle_us, by) in found.items():
+                self._idle(number, 0.0, "pause", line_, FORWARD, by.total(), idle_us, by)
+
+    def _idle(
+        self, number: int, start: float, name: str, line: Line, phase: str, count: int, idle_us: float,
+        by: Counter[str],
+    ) -> None:  # fmt: skip
+        """Add idle time of the device as an event."""
+        took, named = round(1e3 * idle_us), tuple(by.items())
+        event = Event(IDLE, name, Site(line), phase, named=named, value=count, took_ns=took)
+        self.events.add(number, start, event)
+
+    def _loops(self) -> list[set[Line]]:
+        """Return the lines that launch many small kernels: idle time between these is theirs."""
+        rules = [rule for rule in RULES.values() if rule.removes in ("small ops", "optimizer loop")]
+        return [
+            {hit.line for rule in rules for hit in rule.check(step, self.limits[rule.name])}
+            for step in steps_of(self.events.tape())
+        ]
 
     def _launches(self) -> list[Counter[str]]:
         line = self.timeline
-        launches: list[Counter[str]] = [Counter() for _ in self.steps]
+        launches: list[Counter[str]] = [Counter() for _ in self.timeline.windows]
         for activity in each(line.active[line.kind[line.active] == KERNEL]):
             call = line.call_of(activity)
             number = line.step_at(float(line.start[call])) if call >= 0 else -1
             if number >= 0 and is_launch(line.text(call)):
-                phase = self.builder.phase_of(call)
+                phase = self.events.phase_of(call)
                 launches[number][phase if phase in (FORWARD, OPTIMIZER) else BACKWARD] += 1
         return launches
 
@@ -186,12 +192,9 @@ class TraceRun:
         notes = np.flatnonzero((line.kind == NOTE) & (line.end > gap.start) & (line.start < gap.end))
         loaders = [i for i in notes.tolist() if line.text(i).startswith("enumerate(DataLoader)")]
         site = self.places.site(loaders[0])[0] if loaders else Site(Line("between steps", 0))
-        pauses = self.steps[number].pauses
-        same = next((s for s in pauses if s.line == site.line), site)
-        entry = pauses.setdefault(same, Tally())
-        entry.count += 1
-        entry.bytes += round(1e3 * gap.data_us)
-        entry.detail["DataLoader" if loaders else "no op ran"] += 1
+        entry = self._pauses[number].setdefault(site.line, (0.0, Counter()))
+        by = entry[1] + Counter({"DataLoader" if loaders else "no op ran": 1})
+        self._pauses[number][site.line] = (entry[0] + gap.data_us, by)
 
     def _common_place(self, gaps: list[Gap], phase: str) -> Line:
         """Return the innermost line that leads to most of the idle time, or the phase if there is none."""
@@ -232,8 +235,8 @@ class TraceRun:
     def findings(self) -> list[Finding]:
         """Return the findings that hold on every step, most expensive first."""
         # A trace has few steps, and does not show what outlives them.
-        names = [name for name in RULE_IDS if name not in GROWTH_RULES]
-        ranked = [f for f in rules.find(self.steps, self.limits, names) if f.line is not UNKNOWN_LINE]
+        names = [name for name, rule in RULES.items() if rule.needs != "steps"]
+        ranked = [f for f in find(self.steps, self.limits, names) if f.line is not UNKNOWN_LINE]
         on_gpu = gpu_step_seconds(self.steps)
         for finding in ranked:
             self._price(finding, on_gpu)
@@ -243,37 +246,42 @@ class TraceRun:
         return ranked
 
     def _price(self, finding: Finding, on_gpu: float) -> None:
-        kinds = {
-            "host-sync": "wait", "blocking-copy": "blocking", "transposed-copy": "layout",
-            "full-vocab": "wide", "retained-chunks": "wide",
-        }  # fmt: skip
+        removes = RULES[finding.rule].removes
         held = finding.work.held_bytes or finding.work.strided_bytes / 2
         finding.bytes = int(held) or finding.evidence.get("bytes")
         finding.basis = "measured"
-        if finding.rule == "host-sync" and not self.timeline.has_device:
+        if removes == "reads" and not self.timeline.has_device:
             low, high = SYNC_SECONDS
             middle = finding.count * (low + high) / 2
             finding.seconds_range = (finding.count * low, finding.count * high)
             finding.basis, finding.share = "assumed", middle / (middle + on_gpu)
             return
         if finding.work.seconds is None:
-            key = (kinds.get(finding.rule, "op"), finding.line)
-            finding.work.seconds = statistics.median(busy.get(key, 0.0) for busy in self.builder.busy) / 1e6
+            finding.work.seconds = statistics.median(self._spent_us(finding.line, removes)) / 1e6
         finding.seconds = finding.work.seconds
         # A trace measures time: a memory figure would hide it on the screen.
         finding.work.held_bytes = 0
         finding.share = finding.seconds / self.step_seconds if self.step_seconds else None
-        finding.what = self._what(finding)
+        finding.what = self._what(finding, removes)
 
-    def _what(self, finding: Finding) -> str:
+    def _spent_us(self, line: Line, removes: str | None) -> list[float]:
+        """Return the microseconds per step that a line kept the device busy, or idle where it waits."""
+        if removes == "wide tensors":
+            widths = [step.heads.width for step in self.steps]
+            spent = zip(self.events.wide, widths, strict=True)
+            return [found.get((line, width), 0.0) for found, width in spent]
+        kind = {"reads": "wait", "strided": "layout"}.get(removes or "", "op")
+        return [busy.get((kind, line), 0.0) for busy in self.events.busy]
+
+    def _what(self, finding: Finding, removes: str | None) -> str:
         spent = in_words(finding.seconds)
-        if finding.rule == "host-sync":
-            waited = statistics.median(b.get(("held", finding.line), 0.0) for b in self.builder.busy) / 1e6
+        if removes == "reads":
+            waited = statistics.median(b.get(("held", finding.line), 0.0) for b in self.events.busy) / 1e6
             return f"{finding.what} The host waits {in_words(waited)}, the device idles {spent}."
-        if finding.rule in ("full-vocab", "retained-chunks"):
+        if removes == "wide tensors":
             shapes = ", ".join(f"{n} × {shape}" for shape, n in finding.evidence["shapes"].items())
             return f"Vocabulary-wide tensors are written here: {shapes}; ops on them take {spent}."
-        if finding.rule in ("launch-bound", "step-gap"):
+        if RULES[finding.rule].needs == "trace" and "share" in finding.evidence:
             return finding.what
         place = "device, including idle gaps between its launches" if self.timeline.has_device else "host"
         return f"{finding.what} In the trace: {spent} of the {place}."

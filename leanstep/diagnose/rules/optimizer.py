@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from leanstep.diagnose.advice_new import Advice
-from leanstep.diagnose.families.ops import out_of_order
+from leanstep.diagnose.advice import Advice
+from leanstep.diagnose.rules.ops import out_of_order
 from leanstep.diagnose.findings import (
     Finding,
     Hit,

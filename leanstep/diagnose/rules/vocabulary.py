@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from leanstep.diagnose.advice_new import APPLY, TRANSFORMERS, Advice
+from leanstep.diagnose.advice import APPLY, TRANSFORMERS, Advice
 from leanstep.diagnose.findings import Finding, Hit, Rule, Work, callers_of, listed, plural
 from leanstep.diagnose.step import Saved, Step, grouped, shape_text
 from leanstep.tape.events import FORWARD

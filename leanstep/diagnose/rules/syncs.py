@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from leanstep.diagnose.advice_new import TRANSFORMERS, TRL, Advice
+from leanstep.diagnose.advice import TRANSFORMERS, TRL, Advice
 from leanstep.diagnose.findings import Finding, Hit, Rule, Work, callers_of, listed, plural
 from leanstep.diagnose.origins import OF_THE_MODEL
 from leanstep.diagnose.step import Step, grouped

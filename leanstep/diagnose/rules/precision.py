@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from leanstep.diagnose.families.ops import CASTS
+from leanstep.diagnose.rules.ops import CASTS
 from leanstep.diagnose.findings import Hit, Launches, Rule, Work, callers_of, listed, plural
 from leanstep.diagnose.step import HALF, Op, Step, dtype_text, grouped
 from leanstep.tape.events import FORWARD, NO_STORAGE, RECOMPUTE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from leanstep.diagnose.families import (
+from leanstep.diagnose.rules import (
     attention,
     growth,
     ops,
@@ -17,7 +17,7 @@ from leanstep.diagnose.families import (
     syncs,
     vocabulary,
 )
-from leanstep.diagnose.families.growth import GROWTH_STEPS
+from leanstep.diagnose.rules.growth import GROWTH_STEPS
 from leanstep.diagnose.findings import Rule
 
 RULES: dict[str, Rule] = {

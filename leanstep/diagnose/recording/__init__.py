@@ -1,1 +1,0 @@
-"""Record a running step: hooks into torch, lines of source, counters. `watch` is the entry point."""
