@@ -10,7 +10,7 @@ import pretended_cuda
 import pytest
 import torch
 
-from leanstep.diagnose.recording import torch_hooks
+from leanstep.diagnose import unseen
 from leanstep.diagnose.watch import Watch
 
 ROOT = Path(__file__).parent.parent
@@ -29,10 +29,10 @@ def gpu(monkeypatch):
 def test_a_prototypes_warning_leaves_no_mode_behind(gpu):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with torch_hooks.sync_debug_mode("error"):
+        with unseen.sync_debug_mode("error"):
             assert pretended_cuda.state.mode == 2
     assert pretended_cuda.state.mode == 0
-    with pytest.raises(ZeroDivisionError), torch_hooks.sync_debug_mode("warn"):
+    with pytest.raises(ZeroDivisionError), unseen.sync_debug_mode("warn"):
         assert pretended_cuda.state.mode == 1
         raise ZeroDivisionError
     assert pretended_cuda.state.mode == 0

@@ -74,6 +74,7 @@ class Rule:
         "reads", "small ops", "optimizer loop", "fill", "strided", "cast", "rows", "wide tensors".
     edit: the edit of `leanstep fix` that repairs it. "optimizer", "unbind", "retain", "head".
     compiled: how a compiler changes it: `Launches`; "saved": what is kept for the backward; None: it stays.
+    traces: shapes, lines and times are enough, so a profiler trace of the step shows it as well.
     smallest: the count is the minimum over the steps, not the median.
     advice: what to do instead in some surroundings; the first that fits replaces `fix`.
     cost: what the screen says about the cost instead of time or memory.
@@ -94,6 +95,7 @@ class Rule:
     removes: str | None = None
     edit: str | None = None
     compiled: Launches | str | None = None
+    traces: bool = False
     smallest: bool = False
     advice: tuple[Advice, ...] = ()
     cost: Callable[[Sequence[Finding]], str] | None = None

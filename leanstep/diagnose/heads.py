@@ -6,6 +6,7 @@ target's column. Width alone is not enough: the widest layer of a small model is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ CLASS_READS: dict[str, int | None] = {
     "nll_loss2d_forward": None,
     "index": None,
 }
+_READS_COLUMNS = {*CLASS_READS, "cross_entropy_loss", "argmax", "max", "topk"} - {"index"}
 # A matmul narrower than this many times its inner dimension is a router or a classifier of a few classes: the
 # rows of such a head cost less than the layers before it.
 HEAD_RATIO = 2
@@ -81,6 +83,8 @@ class HeadWalk:
         self._unsaved: list[tuple[int, Unsaved]] = []
         for op in step.ops:
             self._follow(op)
+        if not step.tape.has_storages:
+            self.width = _width_by_shapes(step)
         self.heads = {site: head for site, head in self._heads.items() if head.width == self.width}
         self.unsaved = [entry for width, entry in self._unsaved if width == self.width]
 
@@ -171,6 +175,19 @@ class HeadWalk:
             product = self._of.get(out.storage) if out.ndim > 1 and out.storage != NO_STORAGE else None
             if product is not None and product.width == out.shape[-1]:
                 self._unsaved.append((product.width, Unsaved(op.site, out)))
+
+
+def _width_by_shapes(step: Step) -> int:
+    """Return the head's width in a trace: some op reads a product of this shape over its columns."""
+    forward = [op for op in step.ops if op.phase in (FORWARD, RECOMPUTE) and op.tensors]
+    read = {
+        (math.prod(op.tensors[0].shape[:-1]), op.tensors[0].shape[-1])
+        for op in forward
+        if op.name in _READS_COLUMNS and op.tensors[0].ndim > 1
+    }
+    products = [op.matmul for op in forward if op.matmul is not None and op.matmul.batch == 1]
+    wide = [p.columns for p in products if p.columns >= HEAD_RATIO * p.inner and (p.rows, p.columns) in read]
+    return max(wide, default=0)
 
 
 def _reads(name: str, args: tuple[Any, ...], width: int) -> bool:

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from leanstep.diagnose import compiled, cost, unseen
-from leanstep.diagnose import iteration_times
+from leanstep.diagnose import compiled, cost, iteration_times, unseen
 from leanstep.diagnose.compiled_code import CompiledCode
-from leanstep.diagnose.rules import GROWTH_STEPS, Limits
 from leanstep.diagnose.find import find, judge
 from leanstep.diagnose.findings import Findings
 from leanstep.diagnose.iteration_times import IterationClock, PhaseTotal, Position, RecordedStep, Stretch
+from leanstep.diagnose.rules import GROWTH_STEPS, Limits
 from leanstep.diagnose.step import Step
 from leanstep.diagnose.step_clock import StepClock, own_seconds, waited_seconds
 from leanstep.tape.events import OP, UPDATE, StepSpan, Tape
@@ -514,7 +513,12 @@ class Watch(StepListener, PhaseListener):
         rollout = next((p.seconds for p in self.phases if p.phase == ROLLOUT), None)
         self._findings = Findings(
             cost.price(
-                found, self.steps, self.step_seconds, calibration, self.iteration_seconds, rollout_seconds=rollout
+                found,
+                self.steps,
+                self.step_seconds,
+                calibration,
+                self.iteration_seconds,
+                rollout_seconds=rollout,
             )
         )
         return self._findings

@@ -60,7 +60,7 @@ from leanstep.tape.lines import (
     short_path,
 )
 from leanstep.tape.modes import CallMode, OpMode, as_it_is, function_modes_are_on, hide_from_compiler
-from leanstep.tape.nodes import ACCUMULATE_GRAD, MAX_MAP_ENTRIES, NodeLines
+from leanstep.tape.nodes import ACCUMULATE_GRAD, NodeLines
 from leanstep.tape.syncs import HostCopies, call_read, is_candidate, op_read, read_target, run_read_call
 
 # The address of a tensor's storage: same as `untyped_storage()._cdata`, in half the time.
@@ -76,7 +76,9 @@ WIDE_RATIO = 2
 _HOST_KEEPS = IN_COUNTER | IN_DATA | IN_LEANSTEP
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _Parameter = torch.nn.Parameter
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
+_PLAIN = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout}
+)
 # Python code in torch 2.13; a method in C, which has no frame, in 2.15.
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _KEY = "leanstep"
@@ -204,10 +206,13 @@ class Recorder:
             address = storage_of(tensor)
             birth = self._births.get(address)
             number = birth.number if birth is not None else self._new_storage(tensor, address)
-            version = -1 if tensor.is_inference() else tensor._version
             offset = tensor.storage_offset()
         except (RuntimeError, NotImplementedError):
             return "no storage"
+        try:
+            version = tensor._version
+        except RuntimeError:  # of inference mode
+            version = -1
         key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         layout = self._layout_numbers.get(key)
         if layout is None:
@@ -276,7 +281,7 @@ class Recorder:
         if node is not None:
             self._nodes.hold(node)
         if self._copies.held:
-            self._copies.follow([a for a in args if isinstance(a, Tensor)], out)
+            self._copies.follow(_tensors_of(args), out)
         if op.is_silent and self._says_nothing(op, args, node, number):
             return
         frame = sys._getframe(2)
@@ -308,7 +313,7 @@ class Recorder:
         if number != self._last_number:
             self._last_number = number
             if direct and not self._nodes.add(number - 1, site):
-                most = f"more than {MAX_MAP_ENTRIES:,} autograd nodes in one step"
+                most = f"more than {nodes.MAX_MAP_ENTRIES:,} autograd nodes in one step"
                 self.tape.note("dropped", "", f"{most}: lines of later backward ops are unknown")
         if flags & (IN_COMPILED | IN_TRANSFORM):
             self._note_flags(flags, site)
@@ -397,7 +402,7 @@ class Recorder:
             if type(target) is not tuple or not target:
                 continue
             for tensor in (target,) if target[0] is TENSOR else target:
-                if type(tensor) is tuple and tensor[1] in self._first_uses:
+                if type(tensor) is tuple and tensor and tensor[1] in self._first_uses:
                     self.tape.writers.add(site.code_id)
                     return OPTIMIZER
         return FORWARD
@@ -534,8 +539,8 @@ class Recorder:
     def _new_graph(self, losses: Any) -> int | None:
         """Mark the last nodes of the graphs that a backward is about to go through."""
         mark = _Mark()
-        found = [getattr(loss, "grad_fn", None) for loss in losses] if isinstance(losses, (list, tuple)) else []
-        found = [node for node in found or [getattr(losses, "grad_fn", None)] if node is not None]
+        losses = losses if isinstance(losses, (list, tuple)) else (losses,)
+        found = [node for node in (getattr(loss, "grad_fn", None) for loss in losses) if node is not None]
         for node in found:
             node.metadata[_KEY] = mark
         if not found:
@@ -597,7 +602,7 @@ class Recorder:
             self.active = True
 
     def _held(self, optimizer: torch.optim.Optimizer, only_with_gradients: bool) -> tuple[Any, ...]:
-        """Return the parameters of an optimizer; whether a gradient is zero is read at the end of the step."""
+        """Return its parameters. Whether a gradient is zero is read at the end of the step."""
         rows, unknown, gradients = [], [], []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -703,6 +708,16 @@ hide_from_compiler(Recorder._pack)
 
 def in_engine() -> bool:
     return nodes.current_node is not None and nodes.current_node() is not None
+
+
+def _tensors_of(args: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found += [item for item in arg if isinstance(item, Tensor)]
+    return found
 
 
 def _is_weight(tensor: Tensor) -> bool:

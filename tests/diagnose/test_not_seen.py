@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from leanstep.diagnose.recording import source, torch_hooks
-from leanstep.diagnose.recording.torch_hooks import others_at_work
+from leanstep.diagnose import unseen
+from leanstep.diagnose.unseen import others_at_work
 from leanstep.diagnose.watch import Watch
+from leanstep.tape import nodes
 
 TRAIN = """\
 import torch
@@ -134,7 +135,7 @@ def test_replayed_graphs_are_named(write_script, watched, monkeypatch) -> None:
 
 
 def test_too_many_autograd_nodes_are_named(write_script, watched, monkeypatch) -> None:
-    monkeypatch.setattr(source, "MAX_MAP_ENTRIES", 3)
+    monkeypatch.setattr(nodes, "MAX_MAP_ENTRIES", 3)
     watch = watched(write_script(TRAIN.format(setup="", body="loss = (model(x) * 2).tanh().exp().mean()")))
     assert kinds(watch) >= {"dropped"}
 
@@ -146,9 +147,9 @@ def test_sparse_tensors_do_not_disturb_the_recorder(write_script, watched) -> No
 
 
 def test_disagreement_with_torchs_own_sync_warnings_is_said() -> None:
-    assert torch_hooks.disagreement(100, 95) is None
-    assert torch_hooks.disagreement(0, 0) is None
-    assert "3 synchronising calls, 10 host reads" in str(torch_hooks.disagreement(10, 3))
+    assert unseen.disagreement(100, 95) is None
+    assert unseen.disagreement(0, 0) is None
+    assert "3 synchronising calls, 10 host reads" in str(unseen.disagreement(10, 3))
 
 
 def test_two_ranks_each_record_themselves(run_ranks) -> None:

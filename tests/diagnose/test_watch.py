@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tool_loader import load_tool
 from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,11 +21,9 @@ import leanstep
 from leanstep import diagnose
 from leanstep.diagnose import cost, step_clock
 from leanstep.diagnose.outputs import screen
-from leanstep.diagnose.recording import source
-from leanstep.diagnose.recording.lineage import count_distinct
-from leanstep.diagnose.recording.step import StepState
 from leanstep.diagnose.step_clock import StepClock
 from leanstep.diagnose.watch import Watch
+from leanstep.tape import nodes
 
 STEPS = Path(__file__).parent / "steps"
 
@@ -231,7 +227,7 @@ def test_an_error_inside_the_optimizer_does_not_stay_its_phase() -> None:
                 failing.step()
             working.step()
             watch.step()
-    phases = [{key.phase for key in step.ops if key.op == "addmm"} for step in watch.steps]
+    phases = [{op.phase for op in step.ops if op.name == "addmm"} for step in watch.steps]
     assert phases == [{"forward"}, {"forward"}]
 
 
@@ -342,8 +338,8 @@ def test_a_mode_of_the_user_survives_ours() -> None:
 def test_private_names_missing(monkeypatch, watched) -> None:
     """Without them forward findings are right, backward ops have no source line, and the header says so."""
 
-    monkeypatch.setattr(source, "current_node", None)
-    monkeypatch.setattr(source, "sequence_number", None)
+    monkeypatch.setattr(nodes, "current_node", None)
+    monkeypatch.setattr(nodes, "sequence_number", None)
     watch = watched(STEPS / "sync_in_loop.py")
     assert [(f.rule, f.line.number, f.count) for f in watch.findings()] == [("host-sync", 17, 64)]
     assert "backward ops have no source line" in screen.screen(watch, [], "train.py")
@@ -352,7 +348,7 @@ def test_private_names_missing(monkeypatch, watched) -> None:
 
 def test_private_names_are_there() -> None:
     """Fails when a new torch drops them."""
-    assert source.missing_private_names() == []
+    assert nodes.missing_private_names() == []
     leaf = torch.ones(1, requires_grad=True)
     assert isinstance((leaf * 2).grad_fn._sequence_nr(), int)
 
@@ -467,40 +463,3 @@ def test_a_deep_graph_is_freed_without_overflowing_the_stack(tmp_path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-500:]
     assert "2 steps recorded" in done.stdout and "op-storm" in done.stdout
-
-
-class _CountingList(list):
-    visited = 0
-
-    def __getitem__(self, index):
-        _CountingList.visited += len(range(*index.indices(len(self)))) if isinstance(index, slice) else 1
-        return super().__getitem__(index)
-
-
-def test_a_step_of_many_lines_is_closed_in_linear_time(write_script, watched, monkeypatch) -> None:
-    """Every line runs in every round, so every line's span of reads is nearly the whole step."""
-    lines = "".join(f"        h = h * w[{i % 4}] + w[{i % 3}]\n" for i in range(40))
-    script = write_script(
-        "import torch\nw = torch.ones(4, requires_grad=True)\noptimizer = torch.optim.SGD([w], lr=1e-6)\n"
-        f"for _ in range(3):\n    h = torch.ones(())\n    for _ in range(10):\n{lines}"
-        "    h.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
-    )
-    reset = StepState.reset
-
-    def counted(state: StepState) -> None:
-        reset(state)
-        state.read_log = _CountingList()
-
-    monkeypatch.setattr(StepState, "reset", counted)
-    _CountingList.visited = 0
-    watch = watched(script, Watch(steps=2, warmup=0))
-    reads = sum(r.count for step in watch.steps for k, r in step.ops.items() if k.direct)
-    assert reads > 1000
-    assert _CountingList.visited < 10 * reads
-
-
-@given(st.lists(st.integers(0, 6), max_size=60), st.data())
-def test_distinct_values_of_spans(values: list[int], data) -> None:
-    spans = data.draw(st.lists(st.tuples(st.integers(0, len(values)), st.integers(0, len(values)))))
-    spans = [(min(span), max(span)) for span in spans]
-    assert count_distinct(values, spans) == {(a, b): len(set(values[a:b])) for a, b in spans}

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.lens_workloads import make_batch
-from leanstep.diagnose.recording.torch_hooks import sync_debug_mode
+from leanstep.diagnose.unseen import sync_debug_mode
 from leanstep.heads import linear_logprobs, linear_policy_loss, passes, token_logprobs
 from leanstep.lens import lens_loss, lens_loss_reference
 from leanstep.muon import NorMuon

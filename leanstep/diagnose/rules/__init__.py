@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from leanstep.diagnose.findings import Rule
 from leanstep.diagnose.rules import (
     attention,
     growth,
@@ -18,7 +19,6 @@ from leanstep.diagnose.rules import (
     vocabulary,
 )
 from leanstep.diagnose.rules.growth import GROWTH_STEPS
-from leanstep.diagnose.findings import Rule
 
 RULES: dict[str, Rule] = {
     rule.name: rule

@@ -78,6 +78,7 @@ OP_STORM = Rule(
     short_fix="one tensor op over all items",
     removes="small ops",
     compiled=Launches(limit="repeats"),
+    traces=True,
 )
 
 
@@ -114,6 +115,7 @@ GELU_BY_HAND = Rule(
     fix='torch.nn.functional.gelu(x, approximate="tanh") (or "none" for erf): one op, one saved tensor.',
     short_fix='F.gelu(x, approximate="tanh")',
     compiled=Launches(limit="ops"),
+    traces=True,
 )
 
 
@@ -272,6 +274,7 @@ TRANSPOSED_COPY = Rule(
     compiled=Launches(
         ops=frozenset({"clone", "copy", "copy_", "contiguous", "add", "add_"}) | CASTS, bytes="op_bytes"
     ),
+    traces=True,
 )
 
 

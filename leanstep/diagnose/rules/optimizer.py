@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from leanstep.diagnose.advice import Advice
-from leanstep.diagnose.rules.ops import out_of_order
 from leanstep.diagnose.findings import (
     Finding,
     Hit,
@@ -19,6 +18,7 @@ from leanstep.diagnose.findings import (
     plural,
     time_text,
 )
+from leanstep.diagnose.rules.ops import out_of_order
 from leanstep.diagnose.step import Op, Step, by_line, grouped
 from leanstep.tape.events import BACKWARD, FORWARD, OPTIMIZER, PARAMETER, RECOMPUTE, UPDATE, Held, Layout
 from leanstep.tape.lines import UNKNOWN, Line, Site
@@ -98,6 +98,7 @@ UNBATCHED_OPTIMIZER = Rule(
     edit="optimizer",
     compiled=Launches(limit="ops"),
     advice=(TRAINERS_OPTIMIZER, *UPDATE_ADVICE),
+    traces=True,
 )
 
 

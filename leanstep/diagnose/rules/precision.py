@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from leanstep.diagnose.rules.ops import CASTS
 from leanstep.diagnose.findings import Hit, Launches, Rule, Work, callers_of, listed, plural
+from leanstep.diagnose.rules.ops import CASTS
 from leanstep.diagnose.step import HALF, Op, Step, dtype_text, grouped
 from leanstep.tape.events import FORWARD, NO_STORAGE, RECOMPUTE
 from leanstep.units import size

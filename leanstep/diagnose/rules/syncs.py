@@ -130,6 +130,7 @@ HOST_SYNC = Rule(
     leanstep="leanstep.heads.plan_rows",
     removes="reads",
     advice=READ_ADVICE,
+    traces=True,
 )
 
 

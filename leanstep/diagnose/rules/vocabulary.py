@@ -218,6 +218,7 @@ FULL_VOCAB = Rule(
     edit="head",
     compiled="saved",
     advice=HEAD_ADVICE,
+    traces=True,
 )
 RETAINED_CHUNKS = Rule(
     "retained-chunks",
@@ -238,6 +239,7 @@ RETAINED_CHUNKS = Rule(
     compiled="saved",
     advice=HEAD_ADVICE,
     instead_of=FULL_VOCAB.name,
+    traces=True,
 )
 
 

@@ -234,8 +234,7 @@ class TraceRun:
 
     def findings(self) -> list[Finding]:
         """Return the findings that hold on every step, most expensive first."""
-        # A trace has few steps, and does not show what outlives them.
-        names = [name for name, rule in RULES.items() if rule.needs != "steps"]
+        names = [name for name, rule in RULES.items() if rule.traces or rule.needs == "trace"]
         ranked = [f for f in find(self.steps, self.limits, names) if f.line is not UNKNOWN_LINE]
         on_gpu = gpu_step_seconds(self.steps)
         for finding in ranked:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-
 from leanstep.diagnose.traces.timeline import (
     BACKWARD_FLAG,
     OPTIMIZER_FLAG,
@@ -63,7 +62,7 @@ _LAYOUT_OPS = ("copy_", "add", "add_", "sub", "sub_")
 _SCALAR = Layout((), (), torch.float32, "cpu", 4)
 _OF_THE_MODEL = TensorInfo(NO_STORAGE, 0, -1, REQUIRES_GRAD, _SCALAR)
 _OF_DATA = TensorInfo(NO_STORAGE, 0, -1, 0, _SCALAR)
-# What an optimizer's copies and adds work on: parameters, gradients and state, which a trace cannot tell apart.
+# What an optimizer's copies and adds work on: parameters, gradients or state.
 _STATE = 1
 
 
@@ -372,5 +371,3 @@ class TraceTape:
         if self.timeline.kind[wait.owner] != OP:
             return text
         return ALWAYS_READ.get(text, "boolean index" if "index" in text else text.rpartition("::")[2])
-
-
