@@ -8,7 +8,7 @@ import pytest
 
 from leanstep import config
 from leanstep.cli import run
-from leanstep.diagnose.step_records import RULE_IDS
+from leanstep.diagnose.rules import RULE_IDS
 from leanstep.files import BadInput
 
 READS = """

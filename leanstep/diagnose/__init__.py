@@ -9,8 +9,8 @@
 In a script that runs under `leanstep diagnose`, `step()` marks the end of a step.
 """
 
-from leanstep.diagnose.rules import RULE_IDS, Limits
 from leanstep.diagnose.findings import Finding
+from leanstep.diagnose.rules import RULE_IDS, Limits
 from leanstep.diagnose.watch import Watch, step, watch
 
 __all__ = ["RULE_IDS", "Finding", "Limits", "Watch", "step", "watch"]

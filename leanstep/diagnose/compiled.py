@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from leanstep.diagnose.compiled_code import CompiledCode, Graph, Kernel, Place, place_of_line
-from leanstep.diagnose.rules import RULES, Limits
 from leanstep.diagnose.findings import Finding, Launches
+from leanstep.diagnose.rules import RULES, Limits
 from leanstep.tape.lines import short_path
 from leanstep.units import size
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from leanstep.diagnose import advice
-from leanstep.diagnose.rules import RULES, Limits
 from leanstep.diagnose.findings import Finding, Hit, Rule
+from leanstep.diagnose.rules import RULES, Limits
 from leanstep.diagnose.step import Step
 from leanstep.tape.lines import Line
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from leanstep.diagnose import rule_list
+from leanstep.diagnose import explain
 from leanstep.diagnose.rules import RULES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -67,7 +67,7 @@ def visit(browser, address: str):
 
 def test_every_rule_has_the_page_that_explain_names(site: Path):
     for name, rule in RULES.items():
-        text = (site / rule_list.page_of(name) / "index.html").read_text(encoding="utf-8")
+        text = (site / explain.page_of(name) / "index.html").read_text(encoding="utf-8")
         plain = re.sub(r"<[^>]+>", "", text)
         assert f"ignore[{name}]" in plain, name
         first = re.escape(rule.why.split(".")[0].split("'")[0][:40])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from leanstep.diagnose.step_records import Limits
+from leanstep.diagnose.rules import Limits
 from leanstep.diagnose.watch import Watch
 
 STEPS = Path(__file__).parent / "steps"

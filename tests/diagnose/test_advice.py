@@ -11,21 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from diagnose.made import THERE, backward, head, op, read, steps, tensor
 
 from leanstep.diagnose import cost
-from leanstep.diagnose.advice import ADVICE, NO_GRADIENT
-from leanstep.diagnose.rules import RULES, find
-from leanstep.diagnose.step_records import HeadRecord, StepRecord, Tally
+from leanstep.diagnose.find import find
+from leanstep.diagnose.rules import RULES
+from leanstep.tape.events import Event
 from leanstep.tape.lines import Line, Site, Stack
 
 DOCS = "\n".join(
     path.read_text(encoding="utf-8")
     for path in [*(Path(__file__).parents[2] / "docs").glob("*.md"), Path(__file__).parents[2] / "README.md"]
 )
+ADVICE = list(dict.fromkeys(advice for rule in RULES.values() for advice in rule.advice))
+KINDS = ("fix", "short_fix")
 TEXTS = {
-    **{f"{rule.id} {kind}": getattr(rule, kind) for rule in RULES.values() for kind in ("fix", "short_fix")},
-    **{f"advice {i} {kind}": getattr(a, kind) for i, a in enumerate(ADVICE) for kind in ("fix", "short_fix")},
-    **{f"no gradient {i}": text for i, text in enumerate(NO_GRADIENT)},
+    **{f"{name} {kind}": getattr(rule, kind) for name, rule in RULES.items() for kind in KINDS},
+    **{f"advice {i} {kind}": getattr(a, kind) for i, a in enumerate(ADVICE) for kind in (*KINDS, "what")},
 }
 NAMED = sorted({x.leanstep for x in (*RULES.values(), *ADVICE) if x.leanstep is not None})
 
@@ -118,6 +120,12 @@ def test_a_name_that_does_not_exist_would_be_found():
     assert not resolves("leanstep.heads.skip_ignored_rows") and not resolves("leanstep.nothing")
 
 
+def dead_head(site: Site) -> list[Event]:
+    """A head whose softmax is read, and 80 of 100 rows without a gradient."""
+    gone = backward("mm", tensor(100, 512), tensor(512, 16), node=5, value=(100, 80))
+    return [*head(100, 16, 512, site=site), gone]
+
+
 class Place:
     """A script and a library's files, so that lines have text."""
 
@@ -133,17 +141,18 @@ class Place:
 
     def advice(self, *, rollout: bool, extra: Line | None = None, own_head: bool = False) -> str:
         """The short advice on dead rows of a head."""
-        head = self.line("model.py", "return x @ w.T", library=False)
+        line = self.line("model.py", "return x @ w.T", library=False)
         if not own_head:
-            head = self.line("transformers/models/llama/modeling_llama.py", "logits = self.lm_head(hidden)")
-        site = Site(head, None if own_head else self.mine)
-        step = StepRecord(head_width=512, has_rollout=rollout)
-        step.heads[site] = HeadRecord(rows=100, dead=80, width=512, inner=16, element_bytes=4)
+            line = self.line("transformers/models/llama/modeling_llama.py", "logits = self.lm_head(hidden)")
+        site = Site(line, None if own_head else self.mine)
+        step = dead_head(site)
         if extra is not None:
-            step.heads[Site(extra, self.mine)] = HeadRecord(
-                rows=1, dead=0, width=512, inner=16, element_bytes=4
-            )
-        (finding,) = [f for f in find([step]) if f.rule == "dead-rows"]
+            reader = op("nll_loss_forward", step[1].outs[0], tensor(100), site=Site(extra, self.mine))
+            other = head(100, 16, 512, site=Site(extra, self.mine))[0]._replace(node=6)
+            softmax = op("_log_softmax", other.outs[0], 1, False, site=THERE)
+            gone = backward("mm", tensor(100, 512), tensor(512, 16), node=6, value=(100, 0))
+            step = [*step, reader, other, softmax, gone]
+        (finding,) = [f for f in find(steps(step, has_rollout=rollout)) if f.rule == "dead-rows"]
         return finding.short_fix
 
 
@@ -165,9 +174,7 @@ def test_a_hand_written_sft_script_keeps_its_loss(tmp_path):
 
 def test_a_models_own_cross_entropy_gets_a_function_for_it(tmp_path):
     place = Place(tmp_path, "loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())")
-    step = StepRecord(head_width=512)
-    step.heads[Site(place.mine)] = HeadRecord(rows=100, dead=80, width=512, inner=16, element_bytes=4)
-    (finding,) = [f for f in find([step]) if f.rule == "dead-rows"]
+    (finding,) = [f for f in find(steps(dead_head(Site(place.mine)))) if f.rule == "dead-rows"]
     assert finding.leanstep == "leanstep.heads.linear_cross_entropy"
 
 
@@ -184,8 +191,8 @@ def test_a_models_own_cross_entropy_gets_a_function_for_it(tmp_path):
 )  # fmt: skip
 def test_reads_inside_transformers_get_what_can_be_done_about_them(tmp_path, file, code, call, advice):
     place = Place(tmp_path, call)
-    step = StepRecord(reads={Site(place.line(f"transformers/{file}", code), place.mine): Tally(9)}, num_ops=9)
-    (finding,) = find([step])
+    site = Site(place.line(f"transformers/{file}", code), place.mine)
+    (finding,) = find(steps([read(site)] * 9))
     assert advice in finding.short_fix and "vllm" not in finding.fix
 
 
@@ -198,16 +205,16 @@ def test_reads_inside_transformers_get_what_can_be_done_about_them(tmp_path, fil
     ],
 )
 def test_a_loop_that_asks_for_the_end_at_every_token(tmp_path, code, rollout, advice):
-    step = StepRecord(reads={Site(Place(tmp_path, code).mine): Tally(32)}, num_ops=9, has_rollout=rollout)
-    (finding,) = find([step])
+    site = Site(Place(tmp_path, code).mine)
+    (finding,) = find(steps([read(site)] * 32, has_rollout=rollout))
     assert finding.short_fix == advice
 
 
 def test_reads_are_ranked_by_cost_wherever_they_are():
     rates = cost.Calibration(1e-6, 1e-6, 1e10, 1e9, 1e11)
     mine, theirs = Line("train.py", 7), Line("site-packages/net.py", 3, "forward", True)
-    step = StepRecord(reads={Site(theirs, mine): Tally(48), Site(mine): Tally(2)}, num_ops=100)
-    assert [f.line for f in cost.price(find([step]), [step], 0.1, rates)] == [theirs, mine]
+    made = steps([*[read(Site(mine))] * 2, *[read(Site(theirs, mine))] * 48])
+    assert [f.line for f in cost.price(find(made), made, 0.1, rates)] == [theirs, mine]
 
 
 def test_a_wrapper_that_passes_its_arguments_on_is_no_call_site(tmp_path):

@@ -13,10 +13,12 @@ import torch
 from diagnose.conftest import run_beside
 from diagnose.test_steps import SCRIPTS, STEPS, Expected, expected, slow_dtypes
 
-from leanstep.diagnose import compiled_rules, rules
-from leanstep.diagnose.outputs import screen
+from leanstep.diagnose.compiled import after_compiler
 from leanstep.diagnose.compiled_code import CompiledCode, Graph, Kernel, Saved, first_sentence
-from leanstep.diagnose.step_records import Limits
+from leanstep.diagnose.find import finding_of
+from leanstep.diagnose.findings import Hit
+from leanstep.diagnose.outputs import screen
+from leanstep.diagnose.rules import RULES, Limits
 from leanstep.diagnose.watch import Watch
 from leanstep.tape.lines import Line
 
@@ -248,7 +250,7 @@ def kernels(name: str, count: int, backward: bool = False, num_bytes: int = 1 <<
 )
 def test_what_the_compiler_left_decides(rule: str, graph: list[Kernel], survives: bool):
     code = compiled(graph)
-    kept, report = compiled_rules.after_compiler([finding(rule)], code, Limits())
+    kept, report = after_compiler([finding(rule)], code, Limits())
     assert (len(kept), len(report.removed)) == ((1, 0) if survives else (0, 1))
 
 
@@ -256,7 +258,7 @@ def test_runs_of_a_graph_count():
     """A compiled layer that runs twenty times a step launches its kernels twenty times."""
     code = compiled(kernels("add", 2))
     code._graphs["f", HERE].runs, code._steps = 40, 2
-    assert compiled_rules.after_compiler([finding("op-storm")], code, Limits())[1].removed == []
+    assert after_compiler([finding("op-storm")], code, Limits())[1].removed == []
 
 
 @pytest.mark.parametrize(
@@ -274,13 +276,13 @@ def test_what_is_kept_for_the_backward_decides(place, shape, num_bytes: int, sur
     code._graphs["f", HERE].saved.append(Saved(place, shape, num_bytes))
     wide = finding("full-vocab")
     wide.evidence.update(bytes=64 << 20, shapes={"[1024, 8192] float32": 1})
-    kept, _ = compiled_rules.after_compiler([wide], code, Limits())
+    kept, _ = after_compiler([wide], code, Limits())
     assert bool(kept) is survives
 
 
 def test_lines_outside_compiled_regions_are_left_alone():
     eager = finding("op-storm", compiled=False)
-    assert compiled_rules.after_compiler([eager], compiled([]), Limits())[0] == [eager]
+    assert after_compiler([eager], compiled([]), Limits())[0] == [eager]
 
 
 def compiled(found: list[Kernel]) -> CompiledCode:
@@ -291,8 +293,6 @@ def compiled(found: list[Kernel]) -> CompiledCode:
 
 
 def finding(rule: str, compiled: bool = True):
-    from leanstep.diagnose.step_records import Hit
-
     evidence = {
         "kinds": {"item": 1}, "forward_ops": 1, "backward_ops": 1, "repeats": {"add": 1}, "mean_bytes": 1.0,
         "rows": 2, "inner": 1, "width": 1, "ops": {"add": 1}, "bytes": 1, "casts": {"a": 1},
@@ -301,4 +301,4 @@ def finding(rule: str, compiled: bool = True):
     if rule == "unbatched-optimizer":
         evidence["ops"] = 1
     hit = Hit(Line(*HERE), 120, evidence=evidence, compiled=compiled)
-    return rules._finding(rules.RULES[rule], [hit])
+    return finding_of(RULES[rule], [hit])

@@ -8,18 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
+from diagnose.made import held, op, read, steps, tensor, update
 from trace_maker import TO_HOST, waiting
 
 from leanstep import cli
+from leanstep.diagnose.find import find
 from leanstep.diagnose.outputs import sarif, screen
-from leanstep.diagnose.rules import find
-from leanstep.diagnose.step_records import RULE_IDS, Site, StepRecord, Tally
+from leanstep.diagnose.rules import RULE_IDS
 from leanstep.diagnose.traces.trace_report import TraceRun
-from leanstep.tape.lines import Line
+from leanstep.tape.lines import Line, Site
 
 ROOT = Path(__file__).parents[2]
 MINE = Line("train.py", 7, "step")
@@ -38,9 +38,10 @@ for _ in range(5):
 
 
 def findings():
-    reads = {Site(MINE): Tally(2, 0, Counter(scalar=2)), Site(THEIRS, MINE): Tally(1, 0, Counter(scalar=1))}
-    copies = {Site(MINE): Tally(3, 2**20, Counter(copy=3))}
-    return find([StepRecord(reads=reads, state_copies=copies)])
+    reads = [*[read(Site(MINE))] * 2, read(Site(THEIRS, MINE))]
+    weight = tensor(512, 512)
+    copy = op("copy_", weight, tensor(512, 512, stride=(1, 512)), site=Site(MINE))
+    return find(steps([*reads, copy, copy, copy, update(held(weight))]))
 
 
 def test_sarif_says_what_code_scanning_needs() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from diagnose.made import op, read, sized, steps
 
 from leanstep import diagnose
 from leanstep.diagnose import cost
-from leanstep.diagnose.rules import find
-from leanstep.diagnose.step_records import StepRecord, Tally
+from leanstep.diagnose.find import find
 from leanstep.tape.lines import Line, Site
 
 MIB = 1024 * 1024
@@ -26,9 +26,8 @@ def record(step, num: int = 2):
 
 def test_reads_are_a_share_of_a_gpus_step() -> None:
     """Ten thousand reads wait longer on a GPU than this step takes here; their share stays below one."""
-    line = Line("train.py", 7)
-    step = StepRecord(reads={Site(line): Tally(10_000)}, num_ops=100)
-    (finding,) = cost.price(find([step]), [step], 0.1, RATES)
+    made = steps([*[read()] * 10_000, *[op("mul", sized(8), 2)] * 100])
+    (finding,) = cost.price(find(made), made, 0.1, RATES)
     assert finding.seconds is None and finding.seconds_range == (0.1, 0.5)
     assert 0.99 < finding.share < 1
 
@@ -119,5 +118,5 @@ def test_advice_fits_the_place(tmp_path) -> None:
         "if (flag and (\n    torch.isnan(x) or torch.isinf(x))\n):\n    pass\n"
     )
     line = Line(str(folder / "trainer.py"), 1, "train", True)
-    step = StepRecord(reads={Site(line, Line("train.py", 7)): Tally(2)})
-    assert find([step])[0].short_fix == "logging_nan_inf_filter=False"
+    made = steps([read(Site(line, Line("train.py", 7)))] * 2)
+    assert find(made)[0].short_fix == "logging_nan_inf_filter=False"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from made import (
+from diagnose.made import (
     HERE,
     KIB,
     LEAF,
@@ -43,9 +43,9 @@ def storm(repeats: int, after: int = 200, weights: int = 0, runs: int = 1) -> li
     small = tensor(16)
     read_weights = [op("t", tensor(4, 4, role=LEAF), site=UNKNOWN) for _ in range(weights)]
     found = []
-    for run in range(runs):
+    for _ in range(runs):
         part = [op("mul", small, 2.0) for _ in range(repeats // runs)]
-        found += [part[0], *(read_weights if not run else read_weights), *part[1:]]
+        found += [part[0], *read_weights, *part[1:]]
         found += [backward("mul", small, 2.0) for _ in range(after // runs)]
     return found
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from leanstep.diagnose import rules
-from leanstep.diagnose.step_records import GROWTH_RULES, RULE_IDS, TRACE_RULES
+from leanstep.diagnose.find import find
+from leanstep.diagnose.rules import RULE_IDS, RULES
 
 STEPS = Path(__file__).parent / "steps"
 SCRIPTS = sorted([*STEPS.glob("*.py"), *STEPS.glob("*/train.py")])
@@ -36,12 +36,12 @@ def expected(script: Path, slow: set[torch.dtype]) -> Expected:
 
 
 def slow_dtypes(watch) -> set[torch.dtype]:
-    rates = watch.steps[0].half_rates if watch.steps else {}
+    rates = watch.tape.half_rates
     return {dtype for dtype, (rate, full) in rates.items() if rate < 0.5 * full}
 
 
 def found(watch, names=None) -> Expected:
-    findings = rules.find(watch.steps, watch.limits, names)
+    findings = find(watch.steps, watch.limits, names)
     return {(f.rule, f.line.file, f.line.number, f.count) for f in findings}
 
 
@@ -65,7 +65,7 @@ def test_script_has_exactly_the_marked_findings(script: Path, record) -> None:
     assert watch.not_seen == []
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULE_IDS if rule not in (*TRACE_RULES, *GROWTH_RULES)])
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.needs == "step"])
 def test_every_rule_is_needed(rule: str, record) -> None:
     """With one rule switched off at least one script no longer gives its findings."""
     scripts = [s for s in SCRIPTS if f"expect: {rule} " in s.read_text(encoding="utf-8") or rule in s.stem]
