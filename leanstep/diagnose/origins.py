@@ -88,6 +88,22 @@ class Run:
             self._on(place, event)
         self._done = max(self._done, last)
 
+    def forget_before(self, place: int) -> None:
+        """Forget tensors that were freed before the `place`-th event: later ones do not use them."""
+        alive, freed = self.tape.alive, self.tape.freed
+
+        def stays(storage: int) -> bool:
+            return storage in alive or freed.get(storage, 0) >= place
+
+        for sets in (self._of_model, self.state, self.frozen):
+            sets.intersection_update([storage for storage in sets if stays(storage)])
+        for table in (self._families, self.parameters, self.numel):
+            for storage in [storage for storage in table if not stays(storage)]:
+                del table[storage]
+        for places in (self._reads, self.learned):
+            for old in [old for old in places if old < place]:
+                del places[old]
+
     def origin(self, place: int) -> str | None:
         """Return where the value of a host read comes from; None if the host may already have it."""
         origin = self._reads.get(place)

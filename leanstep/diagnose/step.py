@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -215,8 +214,11 @@ class Step:
         in_writer = event.chain and not self.tape.writers.isdisjoint(event.chain)
         return OPTIMIZER if in_writer else event.phase
 
-    def forget(self, hits: dict[str, dict[Line, Hit]]) -> None:
-        """Keep the hits and the totals instead of the ops: a recording of many steps must stay small."""
+    def forget(self, hits: dict[str, dict[Line, Hit]], keep_work: bool = True) -> None:
+        """Keep the hits and the totals instead of the ops: a recording of many steps must stay small.
+
+        keep_work: also keep the work of each line.
+        """
         self.hits = hits
         for name in (
             "totals", "line_work", "products", "saved_bytes", "peak_wide_bytes", "backward_runs", "left",
@@ -225,6 +227,9 @@ class Step:
             getattr(self, name)
         for name in ("events", "ops", "by_line", "first_use", "heads", "_saves", "_weight_reads", "_sums"):
             self.__dict__.pop(name, None)
+        if not keep_work:
+            self.line_work = {}
+        self.run.forget_before(self.span.last)
 
     def amount(self, first: int, last: int) -> tuple[int, int, int]:
         """Return ops, FLOPs and written bytes of the events from the `first`-th to before the `last`-th."""
@@ -490,15 +495,11 @@ def steps_of(tape: Tape) -> list[Step]:
     return [Step(tape, span) for span in tape.steps]
 
 
-_RUNS: weakref.WeakKeyDictionary[Tape, Run] = weakref.WeakKeyDictionary()
-
-
 def run_of(tape: Tape) -> Run:
     """Return the facts of a tape's whole recording; its steps share them."""
-    run = _RUNS.get(tape)
-    if run is None:
-        run = _RUNS[tape] = Run(tape)
-    return run
+    if tape.run is None:
+        tape.run = Run(tape)
+    return tape.run
 
 
 # Groups

@@ -243,13 +243,13 @@ class Watch(StepListener, PhaseListener):
         now = own_seconds()
         if self._closed_at and self._modes_on:
             self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
-        self._closed_at = now
+        cpu_seconds = None if self._cpu_seconds is None else time.thread_time() - self._cpu_seconds
         began, self._step_began = self._step_began, self._position(end)
         has_rollout = self.marker.iterations > self._last_iteration
         self._last_iteration = self.marker.iterations
         self.recorder.end_step()
         self._note_others()
-        span = StepSpan(self._first, end, has_rollout, self._step_cpu_seconds(), self._update_site(end))
+        span = StepSpan(self._first, end, has_rollout, cpu_seconds, self._update_site(end))
         self._first, self._part_end = end, None
         if self._incomplete:
             self._incomplete = False
@@ -263,6 +263,8 @@ class Watch(StepListener, PhaseListener):
             self._add_step(span)
             self._recorded.append(RecordedStep(began, self._step_began, has_rollout))
             self._iterations.add(self.marker.iterations)
+        # What has been done here is no part of the next step.
+        self._closed_at, self._cpu_seconds = own_seconds(), time.thread_time()
         if len(self.steps) >= self.num_steps:
             self._done(late)
 
@@ -278,12 +280,8 @@ class Watch(StepListener, PhaseListener):
     def _forget(self, number: int) -> None:
         step, recorded = self.steps[number], self._recorded[number]
         recorded.amounts = iteration_times.amounts(self.marker.phases.marks, recorded, step)
-        step.forget(judge(step, self.limits))
-
-    def _step_cpu_seconds(self) -> float | None:
-        """Return the CPU time since the last step, to compare with later steps."""
-        before, self._cpu_seconds = self._cpu_seconds, time.thread_time()
-        return self._cpu_seconds - before if before is not None else None
+        # The lines of the first steps are compared with those of the last ones.
+        step.forget(judge(step, self.limits), keep_work=number < FULL_STEPS)
 
     def _update_site(self, end: int) -> Site | None:
         """Return the line of the last update before `end`."""

@@ -184,6 +184,8 @@ class Tape:
         self.writers: set[int] = set()
         # Half dtype -> its GFLOP/s on this CPU and those of float32, measured after the recording.
         self.half_rates: dict[torch.dtype, tuple[float, float]] = {}
+        # What a reader derives from the whole recording.
+        self.run: Any = None
         # What the rows of a recorder refer to by index.
         self.sites: list[Site] = []
         self.layouts: list[Layout] = []

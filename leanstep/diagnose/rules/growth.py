@@ -201,13 +201,14 @@ def _more_work(steps: Sequence[Step], limits: Mapping[str, float]) -> Hit | None
 
 
 def _most_grown(steps: Sequence[Step]) -> tuple[Line, Counter[Line]]:
-    """Return the line whose work grew most from the first to the last of the steps."""
-    few = max(1, len(steps) // 3)
+    """Return the line whose work grew most from the first to the last of the steps that kept lines."""
+    known = [step.line_work for step in steps if step.line_work]
+    few = max(1, len(known) // 3)
     gains: dict[Line, float] = defaultdict(float)
     callers: dict[Line, Counter[Line]] = defaultdict(Counter)
-    for sign, part in ((-1, steps[:few]), (1, steps[-few:])):
-        for step in part:
-            for site, work in step.line_work.items():
+    for sign, part in ((-1, known[:few]), (1, known[-few:])):
+        for table in part:
+            for site, work in table.items():
                 gains[site.line] += sign * _plain_seconds(work) / len(part)
                 if site.caller is not None:
                     callers[site.line][site.caller] += work.ops
