@@ -24,9 +24,9 @@ from leanstep.commands.terminal import (
 )
 from leanstep.config import Config, read_config
 from leanstep.diagnose import explain as rule_pages
-from leanstep.diagnose.rules import RULE_IDS, Limits
 from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.outputs import gate, screen
+from leanstep.diagnose.rules import RULE_IDS, Limits
 from leanstep.diagnose.watch import Watch
 from leanstep.escape import for_terminal
 from leanstep.files import write_text

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from leanstep.commands import BadInput
-from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.findings import Finding
+from leanstep.diagnose.rules import RULES
 from leanstep.rehearse import what_if
 from leanstep.rehearse.cuda_allocator import memory_of
 from leanstep.rehearse.devices import Device

@@ -15,8 +15,8 @@ from pathlib import Path
 import libcst as cst
 
 from leanstep.diagnose.advice import APPLY
-from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.findings import Finding
+from leanstep.diagnose.rules import RULES
 from leanstep.fix.head_repair import cross_entropy_of_a_head
 from leanstep.fix.logprob_repair import log_probs_of_tokens
 from leanstep.fix.source_edits import (

@@ -23,9 +23,9 @@ import torch
 
 from leanstep import units
 from leanstep.diagnose.cost import is_small
+from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.mfu import step_flops
 from leanstep.diagnose.outputs import gate, screen
-from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.watch import Watch
 from leanstep.flops import operand_type, utilisation
 from leanstep.rehearse.devices import DEVICES, Device, device_named

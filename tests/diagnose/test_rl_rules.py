@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from leanstep.diagnose.step_records import Finding, Limits
 from torch import nn
 
 from leanstep import diagnose
-from leanstep.diagnose.step_records import Finding, Limits
 
 WIDTH, WORDS = 16, 512
 SMALL = Limits({"no-grad-vocab": {"bytes": 1024}, "full-vocab": {"bytes": 1024}})

@@ -84,9 +84,7 @@ def test_data_that_moves_to_the_device_was_on_the_host_before() -> None:
     assert counts([begin, before, use]) == [("host-sync", 7, 1)]
 
 
-@pytest.mark.parametrize(
-    ("repeats", "after", "fires"), [(31, 200, 0), (32, 67, 0), (32, 68, 1), (100, 0, 1)]
-)
+@pytest.mark.parametrize(("repeats", "after", "fires"), [(31, 200, 0), (32, 67, 0), (32, 68, 1), (100, 0, 1)])
 def test_op_storm_needs_repeats_and_ops(repeats: int, after: int, fires: int) -> None:
     assert counts(storm(repeats, after)) == [("op-storm", 7, repeats)] * fires
 

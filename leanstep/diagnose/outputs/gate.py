@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from leanstep.diagnose.rules import RULE_IDS
 from leanstep.diagnose.findings import Finding
+from leanstep.diagnose.rules import RULE_IDS
 
 # A count this much above the baseline's is new again.
 TOLERANCE = 1.10

@@ -9,9 +9,9 @@ from typing import Any
 from urllib.parse import quote
 
 import leanstep
-from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.findings import Finding
 from leanstep.diagnose.outputs.screen import cost_text
+from leanstep.diagnose.rules import RULES
 from leanstep.tape.lines import Line, short_path
 
 SCHEMA_URI = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

@@ -16,8 +16,8 @@ from leanstep import units
 from leanstep.diagnose import iteration_times
 from leanstep.diagnose.cost import is_small
 from leanstep.diagnose.explain import page_of
-from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.findings import Finding, time_text
+from leanstep.diagnose.rules import RULES
 from leanstep.escape import for_workflow
 from leanstep.tape.lines import Line, short_path
 from leanstep.tape.marks import OTHER
