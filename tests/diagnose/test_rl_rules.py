@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from leanstep.diagnose.step_records import Finding, Limits
+from leanstep.diagnose.findings import Finding
+from leanstep.diagnose.rules import Limits
 from torch import nn
 
 from leanstep import diagnose
