@@ -71,7 +71,7 @@ class Rule:
     amount, what: texts from a finding.
     needs: "step"; "steps": a recording of 8 steps or more; "trace": a profiler trace of a GPU.
     removes: what a repair would remove from a step on a device, for prices; None: nothing a replay can tell.
-        "reads", "small ops", "optimizer loop", "fill", "strided", "cast", "rows", "wide tensors".
+        "reads", "small ops", "optimizer loop", "fill", "strided", "cast", "rows", "wide tensors", "this CPU".
     edit: the edit of `leanstep fix` that repairs it. "optimizer", "unbind", "retain", "head".
     compiled: how a compiler changes it: `Launches`; "saved": what is kept for the backward; None: it stays.
     traces: shapes, lines and times are enough, so a profiler trace of the step shows it as well.
