@@ -123,7 +123,7 @@ def totals(
     by_phase = {phase: PhaseTotal(phase) for phase in PHASES}
     if timed is not None:
         for phase, first, last in spans(marks, timed.start, timed.end):
-            by_phase[phase].seconds = (by_phase[phase].seconds or 0.0) + last.time - first.time
+            by_phase[phase].seconds = (by_phase[phase].seconds or 0.0) + max(0.0, last.time - first.time)
     for step in recorded:
         for phase, (ops, flops, written) in step.amounts.items():
             entry = by_phase[phase]

@@ -241,7 +241,7 @@ class Watch(StepListener, PhaseListener):
     def _close_step(self, end: int, late: bool) -> None:
         """Record the end of one step."""
         now = own_seconds()
-        if self._closed_at and self._modes_on:
+        if self._closed_at and self._modes_on and now > self._closed_at:
             self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
         cpu_seconds = None if self._cpu_seconds is None else time.thread_time() - self._cpu_seconds
         began, self._step_began = self._step_began, self._position(end)
@@ -523,14 +523,15 @@ class Watch(StepListener, PhaseListener):
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of an unrecorded step; None when none was timed.
+        """Seconds of an unrecorded step; None when none was timed, or nothing is left without the waits.
 
         The first step of a run includes one-time work (threads, allocations, lazy imports). If it takes
         longer than a recorded step, the recorded time is the better bound; `step_is_bound` is then True.
         """
-        if self._measured_seconds is None or self._longest_possible is None or self._makes_rollouts:
-            return self._measured_seconds
-        return min(self._measured_seconds, self._longest_possible)
+        seconds = self._measured_seconds
+        if seconds is not None and self._longest_possible is not None and not self._makes_rollouts:
+            seconds = min(seconds, self._longest_possible)
+        return seconds if seconds is not None and seconds > 0 else None
 
     @property
     def step_is_bound(self) -> bool:
@@ -550,7 +551,8 @@ class Watch(StepListener, PhaseListener):
     def iteration_seconds(self) -> float | None:
         """Seconds of an unrecorded iteration, a rollout and its updates; None if none was timed."""
         iteration = self.iteration_clock.iteration
-        return iteration.end.time - iteration.start.time if iteration is not None else None
+        seconds = iteration.end.time - iteration.start.time if iteration is not None else 0.0
+        return seconds if seconds > 0 else None
 
     @property
     def phases(self) -> list[PhaseTotal]:

@@ -174,6 +174,14 @@ def test_a_warm_up_slower_than_a_recorded_step_is_no_measure(warmup: float, text
     assert text in screen.header(watch, "train.py")
 
 
+def test_a_step_that_waited_longer_than_it_took_has_no_time() -> None:
+    """The scheduler's statistics and the clock disagree where the process was stopped."""
+    watch = Watch()
+    watch._measured_seconds = -0.016
+    assert watch.step_seconds is None
+    assert "per step" not in screen.header(watch, "train.py")
+
+
 def test_findings_print_as_lines() -> None:
     step = training()
     with diagnose.watch(steps=2, warmup=0) as watch:
