@@ -53,11 +53,11 @@ def find(
         if rule.needs == "steps":
             findings.extend(finding_of(rule, [hit]) for hit in rule.check(steps, limits[name]))
             continue
-        found = [hits.get(name, {}) for hits in verdicts]
-        everywhere = [line for line in found[0] if all(line in hits for hits in found)]
-        findings.extend(finding_of(rule, [hits[line] for hits in found]) for line in everywhere)
-        rollouts = [hits for hits, step in zip(found, steps, strict=True) if step.has_rollout]
-        others = [hits for hits, step in zip(found, steps, strict=True) if not step.has_rollout]
+        by_step = [hits.get(name, {}) for hits in verdicts]
+        everywhere = [line for line in by_step[0] if all(line in hits for hits in by_step)]
+        findings.extend(finding_of(rule, [hits[line] for hits in by_step]) for line in everywhere)
+        rollouts = [hits for hits, step in zip(by_step, steps, strict=True) if step.has_rollout]
+        others = [hits for hits, step in zip(by_step, steps, strict=True) if not step.has_rollout]
         for line in _of_rollouts(rollouts, others):
             findings.append(finding_of(rule, [hits[line] for hits in rollouts], per_rollout=True))
     advice.fit(findings, RULES, steps)

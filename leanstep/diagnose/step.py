@@ -83,7 +83,8 @@ class Op:
         assert self.matmul is not None
         strides = self.factors[1].layout.stride
         transposed = len(strides) > 1 and strides[-1] != 1 and strides[-2] == 1
-        return (*self.matmul, transposed or self.name == "linear")
+        batch, rows, inner, columns = self.matmul
+        return batch, rows, inner, columns, transposed or self.name == "linear"
 
     @property
     def makes_buffers(self) -> bool:
@@ -190,7 +191,7 @@ class Step:
     @cached_property
     def ops(self) -> list[Op]:
         """The ops that launch a kernel. `index`: where the event is on the tape."""
-        found = []
+        ops = []
         for index, event in enumerate(self.events, self.span.first):
             name = event.name
             if event.kind != events.OP or name in NO_KERNEL or name.startswith(("profiler::", "prim::")):
@@ -198,8 +199,8 @@ class Step:
             op = Op(event, index, self.phase_of(event))
             if op.matmul is None and (fused := _fused(name)) is not None:
                 self._count_fused(op, fused)
-            found.append(op)
-        return found
+            ops.append(op)
+        return ops
 
     def _count_fused(self, op: Op, fused: FusedProducts) -> None:
         counted = fused.count(op.event.args, dict(op.event.named), op.event.outs)
@@ -281,14 +282,14 @@ class Step:
     @cached_property
     def products(self) -> Counter[tuple[str, torch.dtype]]:
         """FLOPs of all matmuls, including attention and convolutions, by phase and dtype."""
-        found: Counter[tuple[str, torch.dtype]] = Counter()
+        flops: Counter[tuple[str, torch.dtype]] = Counter()
         for op in self.ops:
             if op.flops:
                 dtype = op.factors[0].dtype if op.matmul is not None else op.tensors[0].dtype
-                found[op.phase, dtype] += op.flops - op.repeated
+                flops[op.phase, dtype] += op.flops - op.repeated
                 if op.repeated:
-                    found[RECOMPUTE, dtype] += op.repeated
-        return found
+                    flops[RECOMPUTE, dtype] += op.repeated
+        return flops
 
     @cached_property
     def compiled(self) -> set[Line]:
@@ -298,19 +299,19 @@ class Step:
     @cached_property
     def left(self) -> list[Left]:
         """New buffers of the step, and the graphs that its backward went through, still alive when asked."""
-        found = [
+        entries = [
             Left(op.site, tensor.storage, tensor.num_bytes)
             for op in self.ops
             if op.makes_buffers
             for tensor in op.outs
             if tensor.num_bytes >= MIN_LEFT
         ]
-        found += [
+        entries += [
             Left(event.site, event.value, 0)
             for event in self.of_kind(events.BACKWARD_CALL)
             if type(event.value) is int
         ]
-        return [entry for entry in found if entry.number in self.tape.alive]
+        return [entry for entry in entries if entry.number in self.tape.alive]
 
     # Host reads, and idle time of a device
 
@@ -318,29 +319,29 @@ class Step:
     def reads(self) -> list[Read]:
         """Reads of values that the host does not have."""
         self.run.read_on(self.span.last)
-        found = []
+        reads = []
         for place, event in enumerate(self.events, self.span.first):
             origin = self.run.origin(place) if event.read else None
             if origin is not None:
                 phase = self.phase_of(event)
-                found.append(Read(event.site, event.read, phase, origin, event.took_ns / 1e9))
-        return found
+                reads.append(Read(event.site, event.read, phase, origin, event.took_ns / 1e9))
+        return reads
 
     def idle(self, name: str) -> Iterator[Hit]:
         """Return the idle time of a device by line, in a trace."""
-        for line, found in grouped(self.of_kind(events.IDLE), lambda event: event.site).items():
-            found = [event for event in found if event.name == name]
-            seconds = sum(event.took_ns for event in found) / 1e9
-            if not found:
+        for line, gaps in grouped(self.of_kind(events.IDLE), lambda event: event.site).items():
+            gaps = [event for event in gaps if event.name == name]
+            seconds = sum(event.took_ns for event in gaps) / 1e9
+            if not gaps:
                 continue
             by: Counter[str] = Counter()
-            for event in found:
+            for event in gaps:
                 by.update(dict(event.named))
-            count = sum(event.value for event in found)
+            count = sum(event.value for event in gaps)
             share = seconds / self.span.seconds if self.span.seconds else 0.0
             evidence = {"idle_seconds": seconds, "share": share, "by": dict(by.most_common())}
-            callers = callers_of(event.site for event in found)
-            yield Hit(line, count, callers, found[0].phase, evidence, Work(seconds=seconds))
+            callers = callers_of(event.site for event in gaps)
+            yield Hit(line, count, callers, gaps[0].phase, evidence, Work(seconds=seconds))
 
     def is_small(self, op: Op, limit: float) -> bool:
         """Return whether every tensor of an op is at most this large; without sizes its time tells."""
@@ -353,7 +354,7 @@ class Step:
     @cached_property
     def _saves(self) -> tuple[list[Saved], list[int], int]:
         """Saved tensors, the bytes saved for each run of the backward, and the number of these runs."""
-        found: list[Saved] = []
+        saves: list[Saved] = []
         sizes, seen = [0], set[int]()
         in_backward, runs = False, 0
         for event in self.events:
@@ -371,8 +372,8 @@ class Step:
                 if tensor.storage not in seen:
                     seen.add(tensor.storage)
                     sizes[-1] += tensor.num_bytes
-                    found.append(Saved(event.site, tensor, runs))
-        return found, sizes, runs + in_backward
+                    saves.append(Saved(event.site, tensor, runs))
+        return saves, sizes, runs + in_backward
 
     @property
     def saved(self) -> list[Saved]:

@@ -70,7 +70,7 @@ storage_of: Callable[[Tensor], int] = getattr(
 # Smaller saved tensors have no line.
 MIN_SAVED_BYTES = 4096
 # Outputs of at least this size may dominate the step's memory.
-LARGE_BYTES = 1024 * 1024
+LARGE_BYTES = 16 * 1024
 # The output rows of matmuls at least this many times wider than their input are compared with zero.
 WIDE_RATIO = 2
 _HOST_KEEPS = IN_COUNTER | IN_DATA | IN_LEANSTEP
@@ -328,12 +328,13 @@ class Recorder:
             if op.writes and phase is FORWARD and not created:
                 phase = self._phase_of_write(op, described, site)
         kind = type(out)
+        outs: tuple[Any, ...] = ()
         if kind in _TENSORS:
             outs = (self._tensor(out),)
         elif kind is tuple or kind is list:
             outs = tuple([self._tensor(one) for one in out if isinstance(one, Tensor)])
-        else:
-            outs = (self._tensor(out),) if isinstance(out, Tensor) else ()
+        elif isinstance(out, Tensor):
+            outs = (self._tensor(out),)
         named = tuple([(key, self._value(kwargs[key])) for key in kwargs]) if kwargs else ()
         read = self._op_read(op, args, kwargs, flags) if op.maybe_read else ""
         events = self.tape.events

@@ -132,7 +132,7 @@ def alloc_churn(step: Step, limits: Mapping[str, float]) -> Iterator[Hit]:
 
 def _fresh(step: Step, limits: Mapping[str, float]) -> dict[Site, list[_Buffer]]:
     """Return the buffers of each site."""
-    found: dict[Site, list[_Buffer]] = defaultdict(list)
+    buffers_of: dict[Site, list[_Buffer]] = defaultdict(list)
     weights, done = step.heads.weight_matmuls, 0
     for op in step.ops:
         while done < len(weights) and weights[done] < op.index:
@@ -143,11 +143,11 @@ def _fresh(step: Step, limits: Mapping[str, float]) -> dict[Site, list[_Buffer]]
             continue
         for out in op.outs:
             if out.num_bytes >= limits["bytes"]:
-                found[op.site].append(_Buffer(op, out.storage, out.num_bytes, done))
+                buffers_of[op.site].append(_Buffer(op, out.storage, out.num_bytes, done))
     # The activations of a frozen model are not churn: layers run between one buffer and the next.
     return {
         site: buffers
-        for site, buffers in found.items()
+        for site, buffers in buffers_of.items()
         if buffers[-1].weights - buffers[0].weights < len(buffers) / 2
     }
 
@@ -327,8 +327,8 @@ def missing_grad(step: Step, limits: Mapping[str, float]) -> Iterator[Hit]:
                 missing.append((step.first_use.get(held.storage, update.site), held))
     # The first gradients of an adapter are zero: its second factor starts at zero.
     few = len(step.tape.steps) < limits["steps"]
-    found = [(site, held) for site, held in missing if not (few and held.gradient == "zero")]
-    for line, entries in grouped(found, lambda entry: entry[0]).items():
+    named = [(site, held) for site, held in missing if not (few and held.gradient == "zero")]
+    for line, entries in grouped(named, lambda entry: entry[0]).items():
         kinds = Counter(held.gradient for _, held in entries)
         evidence = {
             "gradients": {_KINDS[kind]: count for kind, count in kinds.items()},

@@ -26,13 +26,13 @@ def _casts(step: Step) -> Iterator[Op]:
 
 
 def _of_casts(casts: list[tuple[Op, str]], limits: Mapping[str, float]) -> Iterator[Hit]:
-    for line, found in grouped(casts, lambda cast: cast[0].site).items():
-        num_bytes = sum(op.outs[0].num_bytes for op, _ in found)
+    for line, repeated in grouped(casts, lambda cast: cast[0].site).items():
+        num_bytes = sum(op.outs[0].num_bytes for op, _ in repeated)
         if num_bytes >= limits["bytes"]:
-            evidence = {"casts": dict(Counter(text for _, text in found)), "bytes": num_bytes}
-            callers = callers_of(op.site for op, _ in found)
+            evidence = {"casts": dict(Counter(text for _, text in repeated)), "bytes": num_bytes}
+            callers = callers_of(op.site for op, _ in repeated)
             # Read in one width and written in the other: three halves of the wide tensor.
-            yield Hit(line, len(found), callers, FORWARD, evidence, Work(moved_bytes=1.5 * num_bytes))
+            yield Hit(line, len(repeated), callers, FORWARD, evidence, Work(moved_bytes=1.5 * num_bytes))
 
 
 def duplicate_cast(step: Step, limits: Mapping[str, float]) -> Iterator[Hit]:
@@ -115,11 +115,11 @@ def slow_dtype(step: Step, limits: Mapping[str, float]) -> Iterator[Hit]:
     for op in step.ops:
         if op.matmul is not None and op.factors[0].dtype in HALF:
             by_dtype[op.factors[0].dtype].append(op)
-    for dtype, found in by_dtype.items():
+    for dtype, half in by_dtype.items():
         rate, full_rate = step.tape.half_rates.get(dtype, (1.0, 1.0))
         if rate >= limits["rate"] * full_rate:
             continue
-        for line, ops in grouped(found, lambda op: op.site).items():
+        for line, ops in grouped(half, lambda op: op.site).items():
             flops = sum(op.flops for op in ops)
             direct = [op for op in ops if op.direct]
             if not direct or flops < limits["share"] * step.flops:

@@ -81,13 +81,13 @@ NO_GRADIENT = Advice(
 
 def dead_rows(step: Step, limits: Mapping[str, float]) -> Iterator[Hit]:
     """Find rows of the head whose output gradient is exactly zero: computed, stored and unused."""
-    for line, found in grouped(step.heads.heads.items(), lambda item: item[0]).items():
-        heads = [head for _, head in found]
+    for line, entries in grouped(step.heads.heads.items(), lambda item: item[0]).items():
+        heads = [head for _, head in entries]
         rows, dead = sum(head.rows for head in heads), sum(head.dead for head in heads)
         if dead < limits["rows"] or dead < limits["share"] * rows:
             continue
         head = heads[0]
-        callers = Counter({site.caller: head.dead for site, head in found if site.caller is not None})
+        callers = Counter({site.caller: head.dead for site, head in entries if site.caller is not None})
         evidence = {"rows": rows, "dead": dead, "width": head.width, "inner": head.inner}
         per_row = head.element_bytes + _saved_bytes_per_element(step)
         # The backward recomputes the tiles and frees them again.
@@ -158,44 +158,44 @@ class Kept(NamedTuple):
 
 def _kept(step: Step) -> dict[Line, Kept]:
     """Return what each line keeps."""
-    kept = {}
+    lines = {}
     for line, saved in grouped(step.wide, lambda entry: entry.site).items():
         windows: dict[int, list[Saved]] = defaultdict(list)
         for entry in saved:
             windows[entry.window].append(entry)
         most = max(windows.values(), key=lambda entries: sum(e.tensor.num_bytes for e in entries))
-        kept[line] = Kept(saved, most)
-    return kept
+        lines[line] = Kept(saved, most)
+    return lines
 
 
 def retained_chunks(step: Step, limits: Mapping[str, float]) -> Iterator[Hit]:
     """Find loops over chunks of the vocabulary-wide tensor that save every chunk for the backward."""
-    for line, kept in _kept(step).items():
-        count, num_bytes = len(kept.most), kept.num_bytes
-        if count >= limits["chunks"] and num_bytes >= limits["bytes"] and kept.rows >= limits["rows"]:
-            evidence = {"chunks": count, "bytes": num_bytes, "shapes": kept.shapes}
-            callers = callers_of(entry.site for entry in kept.saved)
+    for line, on_line in _kept(step).items():
+        count, num_bytes = len(on_line.most), on_line.num_bytes
+        if count >= limits["chunks"] and num_bytes >= limits["bytes"] and on_line.rows >= limits["rows"]:
+            evidence = {"chunks": count, "bytes": num_bytes, "shapes": on_line.shapes}
+            callers = callers_of(entry.site for entry in on_line.saved)
             yield Hit(line, count, callers, FORWARD, evidence, Work(held_bytes=num_bytes))
 
 
 def full_vocab(step: Step, limits: Mapping[str, float]) -> Iterator[Hit]:
     """Find vocabulary-wide tensors that are saved for the backward."""
     wide = {line: k for line, k in _kept(step).items() if k.rows >= limits["rows"] * len(k.most)}
-    saved_bytes = sum(kept.num_bytes for kept in wide.values())
+    saved_bytes = sum(on_line.num_bytes for on_line in wide.values())
     if saved_bytes < limits["bytes"]:
         return
     # Logits and gradients that coexist with the saved tensors disappear with them.
     peak = max(step.peak_wide_bytes, saved_bytes)
-    for line, kept in wide.items():
+    for line, on_line in wide.items():
         evidence = {
-            "shapes": kept.shapes,
-            "bytes": kept.num_bytes,
+            "shapes": on_line.shapes,
+            "bytes": on_line.num_bytes,
             "all_saved_bytes": step.peak_saved_bytes,
             "peak_bytes": peak,
         }
-        callers = callers_of(entry.site for entry in kept.saved)
-        work = Work(held_bytes=peak * kept.num_bytes / saved_bytes)
-        yield Hit(line, len(kept.saved), callers, FORWARD, evidence, work)
+        callers = callers_of(entry.site for entry in on_line.saved)
+        work = Work(held_bytes=peak * on_line.num_bytes / saved_bytes)
+        yield Hit(line, len(on_line.saved), callers, FORWARD, evidence, work)
 
 
 FULL_VOCAB = Rule(
