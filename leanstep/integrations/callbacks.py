@@ -30,6 +30,8 @@ from leanstep.diagnose.watch import Watch
 from leanstep.flops import operand_type, utilisation
 from leanstep.rehearse.devices import DEVICES, Device, device_named
 
+__all__ = ["LeanstepCallback", "LeanstepLightning", "recorded"]  # pyright: ignore[reportUnsupportedDunderAll]
+
 
 class StepReport:
     """Counts the steps of a loop, records some of them and reports once.

@@ -33,6 +33,7 @@ require_version("megatron-core", TESTED, allow_untested=True)
 
 from megatron.core import parallel_state  # noqa: E402 - after the check, so that a missing one has our line
 
+__all__ = ["HiddenOutput", "apply_leanstep", "output_layer_logprobs"]
 # What needs no comparison any more: "version", "layer".
 _checked: set[str] = set()
 
