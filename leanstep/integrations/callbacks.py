@@ -30,8 +30,6 @@ from leanstep.diagnose.watch import Watch
 from leanstep.flops import operand_type, utilisation
 from leanstep.rehearse.devices import DEVICES, Device, device_named
 
-__all__ = ["LeanstepCallback", "LeanstepLightning", "recorded"]  # pyright: ignore[reportUnsupportedDunderAll]
-
 
 class StepReport:
     """Counts the steps of a loop, records some of them and reports once.
@@ -305,6 +303,7 @@ def _lightning_callback() -> type:
 
 # The classes by name, created on first access.
 _MADE = {"LeanstepCallback": _transformers_callback, "LeanstepLightning": _lightning_callback}
+__all__ = ["recorded", *_MADE]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,9 +2,9 @@
 
     leanstep rehearse --device h100 train.py
 
-A rehearsal patches torch permanently, so it runs in its own process: `stage.rehearse(Request(...))` starts one
-and returns its `Recording`. This module does not import torch at the top level: the stub of the CUDA device
-must be loaded before torch.
+A rehearsal patches torch permanently, so it runs in its own process: `stage.rehearse(Request(...))` starts
+one and returns its `Recording`. This module does not import torch at the top level: the stub of the CUDA
+device must be loaded before torch.
 """
 
 from __future__ import annotations
