@@ -187,6 +187,10 @@ NAMES = {
         "HiddenOutput": "(layer)",
         "apply_leanstep": "(output_layer)",
         "output_layer_logprobs": "(hidden, output_layer, targets, *, weight=, vocab_total=, **options)",
+        "output_processor": (
+            "(*, hidden_states, output_layer, output_weight, labels, loss_mask=, context=, config=, **_)"
+        ),
+        "vocab_parallel_logprobs": "(logits, targets, *, vocab_total=, **options)",
     },
     "leanstep.integrations.slime": {
         "apply_leanstep": "(args)",
