@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 
 def counts(script: str, name: str) -> dict[str, Any]:
     """What one rehearsal counts."""
-    from leanstep.rehearse import Request, rehearse
-    from leanstep.rehearse.events import HostWait, Launch
+    from leanstep.rehearse.events import HostWait, Launch, Request
+    from leanstep.rehearse.stage import rehearse
 
     recording = rehearse(Request(script, (name,), device="h100", steps=3), quiet=True)
     launches = [event for event in recording.events if isinstance(event, Launch) and event.kernels]

@@ -14,8 +14,7 @@ import tempfile
 from pathlib import Path
 
 from leanstep.files import BadInput, write_text
-from leanstep.fix import Settings, find_fixes
-from leanstep.fix.offers import overlaid
+from leanstep.fix.offers import Settings, find_fixes, overlaid
 from leanstep.fix.repairs import project_root
 from leanstep.measure.timing import environment
 from leanstep.prove.script_jobs import module_path

@@ -151,37 +151,60 @@ NAMES = {
         "watch": "(steps=, warmup=, limits=)",
     },
     "leanstep.prove": {
-        "Captured": (
-            "(updates=, order=, initial=, notes=, error=, said=, iterations=, rank=, world_size=, is_lost=)"
-        ),
-        "CutsProof": "(script, rows=, notes=, problem=)",
-        "FunctionsProof": "(before, after, rows=, notes=, functions=, problem=)",
-        "InvarianceProof": "(script, rows=, variants=, ops=, notes=, problem=)",
-        "Job": (
-            "(script, argv=, steps=, twin=, dropout=, parts=, explain=, full=, seed=, ranks=, path=, name=)"
-        ),
-        "PairProof": (
-            "(before, after, rows=, losses=, steps=, iterations=, parameters=, notes=, problem=, kind=, "
-            "kind_name=, other_data=, drift=)"
-        ),
-        "Twin": "(*, dropout=, count=, note_targets=, note_draw=)",
-        "Update": (
-            "(number, losses=, tokens=, ids=, first_input=, draws=, optimizer_steps=, gradients=, clipped=,"
-            " changes=, parts=, counts=, targets=, functions=, drawn=, values=, terms=)"
-        ),
-        "prove_cuts": "(script, cuts, *, fork=, report=)",
         "prove_functions": "(before, after, inputs=, *, device=, proof=)",
-        "prove_invariance": "(job, *, fork=)",
-        "prove_scripts": "(before, after, *, fork=, report=)",
         "row_invariance": "(function, *args, name=, module=, **kwargs)",
-        "run_job": "(job, *, fork=)",
         "same_update": "(step, cuts, *, dropout=)",
         "update": "(*, full=, parts=)",
     },
-    "leanstep.fix": {
-        "Fixes": "(script, offers=, refused=, together=, changed=)",
-        "Offer": "(findings, title, edits, proof, bench)",
-        "Settings": "(rules=, updates=, timing_s=, budget_s=, fork=)",
-        "find_fixes": "(script, argv=, settings=, report=, on_offer=)",
+    "leanstep.rehearse": {
+        "register_cost": "(name, cost)",
+    },
+    "leanstep.integrations.trl": {
+        "LeanDPOTrainer": "(*args, allow_untested=, **kwargs)",
+        "LeanGRPOTrainer": "(*args, allow_untested=, **kwargs)",
+        "LeanKTOTrainer": "(*args, allow_untested=, **kwargs)",
+        "LeanSFTTrainer": "(*args, allow_untested=, **kwargs)",
+        "apply_leanstep": "(trainer, *, allow_untested=, check=)",
+    },
+    "leanstep.integrations.modded_nanogpt": {
+        "XTX": "(A, out)",
+        "XXT": "(A, out)",
+        "ba_plus_cAA": "(A, alpha, beta, out)",
+        "polar_express": "(grad_chunk, momentum_buffer, momentum_t, split_baddbmm=)",
+        "transpose_add": "(src, dst)",
+        "transpose_copy": "(src, dst=)",
+        "unbind_bank": "(bank)",
+    },
+    "leanstep.integrations.transformers": {
+        "LeanTrainer": "(*args, allow_untested=, **kwargs)",
+        "apply_leanstep": "(model, *, allow_untested=, check=)",
+        "norm_muon": "(model, lr=, **options)",
+    },
+    "leanstep.integrations.verl": {
+        "apply_leanstep": "(*modules, allow_untested=)",
+    },
+    "leanstep.integrations.megatron": {
+        "HiddenOutput": "(layer)",
+        "apply_leanstep": "(output_layer)",
+        "output_layer_logprobs": "(hidden, output_layer, targets, *, weight=, vocab_total=, **options)",
+        "output_processor": (
+            "(*, hidden_states, output_layer, output_weight, labels, loss_mask=, context=, config=, **_)"
+        ),
+        "vocab_parallel_logprobs": "(logits, targets, *, vocab_total=, **options)",
+    },
+    "leanstep.integrations.slime": {
+        "apply_leanstep": "(args)",
+        "parse_args": "(add_custom_arguments=)",
+    },
+    "leanstep.integrations.megacontext": {
+        "apply_leanstep": "(runtime, *, sampling=, gate=)",
+        "lens_batch": "(controller, batch_states)",
+        "lens_config": "(controller)",
+        "read_metrics": "(controller)",
+    },
+    "leanstep.integrations.callbacks": {
+        "LeanstepCallback": "(steps=, warmup=, **options)",
+        "LeanstepLightning": "(steps=, warmup=, **options)",
+        "recorded": "(batches, *, steps=, warmup=, **options)",
     },
 }

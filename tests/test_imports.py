@@ -12,38 +12,24 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "leanstep"
 FAST_PATHS = ("heads", "lens", "muon")
 OUTSIDE = ("benchmarks", "recipes", "dev", "tests", "museum")
-# folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
+# folder -> what it may import from leanstep besides itself.
 ALLOWED = {
     "lens": set(),
     "heads": {"cpu", "output_buffers", "triton_driver"},
     "muon": {"cpu", "output_buffers", "triton_driver"},
-    "measure": {"case", "cpu", "tape", "extras"},
+    "measure": {"tape", "extras"},
     "diagnose": {"tape", "flops", "files", "units", "escape", "extras"},
     "prove": {"units", "measure", "diagnose", "tape", "files", "cpu"},
     # The user's script: runs below every command that watches it.
     "tape": {"files", "cpu", "escape", "units"},
     "fix": {"diagnose", "prove", "tape", "files", "extras"},
-    "report": {"escape", "measure", "diagnose", "rehearse", "case", "files", "units", "extras"},
-    # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
-    # everything else does.
-    "rehearse": {
-        "units",
-        "case",
-        "cpu",
-        "tape",
-        "flops",
-        "measure",
-        "report",
-        "files",
-        "heads",
-        "muon",
-    },
+    "report": {"escape", "measure", "diagnose", "rehearse", "files", "units", "extras"},
+    "rehearse": {"units", "cpu", "tape", "flops", "files"},
     # A callback records the steps of a trainer and holds them against the table of devices.
     "integrations": {
         "heads",
         "muon",
         "lens",
-        "case",
         "diagnose",
         "rehearse",
         "flops",
@@ -71,8 +57,6 @@ def leanstep_imports(path: Path) -> set[str]:
 def test_imports_go_one_way(folder: str):
     for path in (PACKAGE / folder).rglob("*.py"):
         allowed = ALLOWED[folder] | {folder}
-        if path.name.endswith("cases.py"):
-            allowed = allowed | {"case"}
         extra = leanstep_imports(path) - allowed
         assert not extra, f"{path.relative_to(PACKAGE)} imports leanstep.{extra}"
 

@@ -54,7 +54,7 @@ def fix(
     if budget <= 0:
         raise BadInput(f"--budget: expected seconds above 0, got {budget}")
     check_writable(json, "--json")
-    from leanstep.fix import Settings, find_fixes
+    from leanstep.fix.offers import Settings, find_fixes
 
     out, start = console(json), time.monotonic()
 

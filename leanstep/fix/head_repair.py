@@ -83,7 +83,10 @@ def _head_on_another_line(source: Source, statement: Statement, loss: cst.Call) 
     assigning = [source.enclosing(use, cst.SimpleStatementLine) for use in stored]
     if source.holds(statement, loss):
         if len(assigning) != 1:
-            raise NotUnderstood(f"{name} is assigned {len(assigning)} times in the function of the loss")
+            raise NotUnderstood(
+                f"{name} is assigned {len(assigning)} times in the function of the loss: {_BY_HAND} by hand "
+                "on the branch of the loss"
+            )
         statement = assigning[0]
     elif statement not in assigning:
         return None

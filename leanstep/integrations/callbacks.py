@@ -303,6 +303,7 @@ def _lightning_callback() -> type:
 
 # The classes by name, created on first access.
 _MADE = {"LeanstepCallback": _transformers_callback, "LeanstepLightning": _lightning_callback}
+__all__ = ["recorded", *_MADE]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -39,6 +39,7 @@ from leanstep.lens.batch import pad_rows, real_cells, row_table
 from leanstep.lens.loss import pairs_per_sample
 from leanstep.lens.metrics import peak_memory
 
+__all__ = ["apply_leanstep", "lens_batch", "lens_config", "read_metrics"]
 METHOD = "_compute_lens_losses"
 TIMINGS = ("lens_loss_ms", "lens_forward_ms", "lens_ms")
 # What the replacement calls or sets on a controller.

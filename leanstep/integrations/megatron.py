@@ -5,8 +5,9 @@
     layer = apply_leanstep(model.output_layer)
     out = layer.logprobs(hidden, plan.targets(tokens), rows=plan.rows, entropy="grad")
 
-or the same as a function, `output_layer_logprobs(hidden, layer, targets, ...)`. `HiddenOutput(layer)` makes
-the layer return its input, for trainers whose loss is computed from what the model returns.
+or the same as a function, `output_layer_logprobs(hidden, layer, targets, ...)`. `output_processor` is for the
+argument of that name, which GPTModel's forward has in newer versions. `HiddenOutput(layer)` makes the layer
+return its input, for trainers whose loss is computed from what the model returns.
 
 With a Megatron-Core version that this module was not tested with, a warning says so, and log-probs of a few
 made-up rows are compared with Megatron's own cross-entropy before anything else is computed.
@@ -15,6 +16,7 @@ made-up rows are compared with Megatron's own cross-entropy before anything else
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +35,13 @@ require_version("megatron-core", TESTED, allow_untested=True)
 
 from megatron.core import parallel_state  # noqa: E402 - after the check, so that a missing one has our line
 
+__all__ = [
+    "HiddenOutput",
+    "apply_leanstep",
+    "output_layer_logprobs",
+    "output_processor",
+    "vocab_parallel_logprobs",
+]
 # What needs no comparison any more: "version", "layer".
 _checked: set[str] = set()
 
@@ -197,6 +206,48 @@ def _layer_logprobs(
     if getattr(output_layer, "gradient_accumulation_fusion", False) and _is_trained(weight):
         options.setdefault("main_grad", weight.main_grad)  # type: ignore[attr-defined]
     return linear_logprobs(hidden, Head(weight, output_layer.bias), targets, **options)
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor | None,
+    loss_mask: Tensor | None = None,
+    context: Mapping[str, Any] | None = None,
+    config: Any = None,
+    **_: Any,
+) -> LogProbs:
+    """Log-probs of the labels instead of logits: the argument of that name of GPTModel's forward.
+
+        model(ids, positions, mask, labels=labels, loss_mask=loss_mask, output_processor=output_processor,
+              output_processor_context={"entropy": "grad"})
+
+    Args:
+        labels: [B, S], what each position predicts.
+        loss_mask: [B, S]; positions with 0 are not projected, their results are 0. None: all count.
+        context: options of `output_layer_logprobs`.
+
+    Returns:
+        `LogProbs` of [B, S] tensors.
+    """
+    if labels is None:
+        raise ValueError("labels: expected [B, S] ids, what each position predicts, got None")
+    if getattr(config, "use_mup", False):
+        raise ValueError("config: expected use_mup=False; leanstep does not scale the logits")
+    mask = torch.ones_like(labels) if loss_mask is None else loss_mask
+    # Hidden states have the sequence first.
+    rows = mask.T.flatten().nonzero()[:, 0]
+    targets = labels.T.flatten()[rows]
+    selected = rows.cpu() if getattr(output_layer, "sequence_parallel", False) else rows
+    options = {"weight": output_weight, "rows": selected, **(context or {})}
+    out = output_layer_logprobs(hidden_states, output_layer, targets, **options)
+
+    def placed(values: Tensor) -> Tensor:
+        return values.new_zeros(mask.numel()).index_copy(0, rows, values).view(mask.T.shape).T
+
+    return LogProbs(*(None if values is None else placed(values) for values in out))
 
 
 class HiddenOutput:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from leanstep.integrations.slime_scores import KNOWN_PARAMETERS, Scorer, without_masked_values
 
+__all__ = ["apply_leanstep", "parse_args"]
 FLAGS = {
     "--log-probs-response-only": "Read only the logit rows that score a response token; equal results.",
     "--log-probs-loss-mask-only": (

@@ -42,6 +42,7 @@ from transformers import Trainer  # noqa: E402 - after the check, so that a stub
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast  # noqa: E402
 
+__all__ = ["LeanTrainer", "apply_leanstep", "norm_muon"]
 # Arguments of a causal LM's forward that are not the backbone's; `LabelledRows` reads them.
 _OWN_ARGUMENTS = {
     "labels",

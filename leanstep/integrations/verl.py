@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from leanstep.heads import linear_logprobs, token_logprobs
 from leanstep.integrations.versions import require_version
 
+__all__ = ["apply_leanstep"]
 TESTED = ("0.9",)
 
 

@@ -6,30 +6,9 @@ leanstep prove before.py after.py             do two scripts make the same updat
 
 from __future__ import annotations
 
-from leanstep.prove.capture import Captured, Update, update
-from leanstep.prove.compare import PairProof, prove_scripts
-from leanstep.prove.cuts import CutsProof, same_update
-from leanstep.prove.difference import prove_cuts
-from leanstep.prove.functions import FunctionsProof, prove_functions
-from leanstep.prove.invariance import InvarianceProof, prove_invariance, row_invariance
-from leanstep.prove.script_jobs import Job, run_job
-from leanstep.prove.twin import Twin
+from leanstep.prove.capture import update
+from leanstep.prove.cuts import same_update
+from leanstep.prove.functions import prove_functions
+from leanstep.prove.invariance import row_invariance
 
-__all__ = [
-    "Captured",
-    "CutsProof",
-    "FunctionsProof",
-    "InvarianceProof",
-    "Job",
-    "PairProof",
-    "Twin",
-    "Update",
-    "prove_cuts",
-    "prove_functions",
-    "prove_invariance",
-    "prove_scripts",
-    "row_invariance",
-    "run_job",
-    "same_update",
-    "update",
-]
+__all__ = ["prove_functions", "row_invariance", "same_update", "update"]

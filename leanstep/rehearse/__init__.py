@@ -2,28 +2,23 @@
 
     leanstep rehearse --device h100 train.py
 
-A rehearsal patches torch permanently, so it runs in its own process: `rehearse(Request(...))` starts one and
-returns its `Recording`. This module does not import torch at the top level: the stub of the CUDA device must
-be loaded before torch.
+A rehearsal patches torch permanently, so it runs in its own process: `stage.rehearse(Request(...))` starts
+one and returns its `Recording`. This module does not import torch at the top level: the stub of the CUDA
+device must be loaded before torch.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-_HOMES = {
-    "Recording": "events",
-    "Request": "events",
-    "register_cost": "kernel_costs",
-    "rehearse": "stage",
-}
-__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["register_cost"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"leanstep.rehearse.{_HOMES[name]}"), name)
+    if name == "register_cost":
+        from leanstep.rehearse.kernel_costs import register_cost
+
+        return register_cost
     raise AttributeError(f"module 'leanstep.rehearse' has no attribute {name!r}")
 
 

@@ -19,7 +19,7 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def no_time_box(monkeypatch):
-    """A busy machine may take longer than the time box for a check."""
+    """A busy machine may take longer than the time box for a row."""
     monkeypatch.setattr(harness, "MIN_BOX_S", 1_000.0)
 
 

@@ -14,8 +14,8 @@ pytest.importorskip("libcst", reason="libcst is not installed")
 
 from leanstep import cli
 from leanstep.files import BadInput
-from leanstep.fix import Settings, find_fixes, offers
-from leanstep.fix.offers import changed_files, is_slower, overlaid
+from leanstep.fix import offers
+from leanstep.fix.offers import Fixes, Settings, changed_files, find_fixes, is_slower, overlaid
 from leanstep.fix.repairs import Project, repairs_of
 from leanstep.fix.source_edits import Edit, NotUnderstood
 from leanstep.prove.stopwatch import PairBench, SideRow
@@ -100,8 +100,6 @@ def test_a_script_that_fails_is_one_line(tmp_path: Path):
 
 
 def test_a_file_that_changed_meanwhile_is_not_written(tmp_path: Path):
-    from leanstep.fix import Fixes
-
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_bytes(b"a\n")
     other.write_bytes(b"edited\n")

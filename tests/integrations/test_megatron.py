@@ -35,13 +35,13 @@ def plain():
     return logp.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def megatron_rank(rank: int, world_size: int, sequence_parallel: bool):
+def megatron_rank(rank: int, world_size: int, sequence_parallel: bool, by_processor: bool):
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from leanstep.integrations.megatron import output_layer_logprobs
+    from leanstep.integrations.megatron import output_layer_logprobs, output_processor
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     hidden, weight, tokens, rows, upstream = problem()
@@ -69,20 +69,30 @@ def megatron_rank(rank: int, world_size: int, sequence_parallel: bool):
         local = TOKENS // world_size
         hidden = hidden[rank * local : (rank + 1) * local].clone()
     hidden.requires_grad_()
-    out = output_layer_logprobs(
-        hidden, layer, tokens[rows], rows=rows, entropy="grad", temperature=0.9, vocab_total=VOCAB
-    )
-    (out.logp * upstream[0] + out.entropy * upstream[1]).sum().backward()
-    values = (out.logp.detach(), out.entropy.detach(), hidden.grad, layer.weight.grad)
+    options = {"entropy": "grad", "temperature": 0.9, "vocab_total": VOCAB}
+    if by_processor:
+        # Two sequences, the position first, as GPTModel calls it.
+        mask = torch.zeros(TOKENS).index_fill(0, rows, 1.0).view(-1, 2).T
+        out = output_processor(
+            hidden_states=hidden.unflatten(0, (-1, 2)), output_layer=layer, output_weight=None,
+            labels=tokens.view(-1, 2).T, loss_mask=mask, context=options, input_ids=None,
+        )  # fmt: skip
+        assert out.logp.shape == mask.shape and not out.logp[mask == 0].any()
+        logp, entropy = (values.T.flatten()[rows] for values in out[:2])
+    else:
+        logp, entropy = output_layer_logprobs(hidden, layer, tokens[rows], rows=rows, **options)[:2]
+    (logp * upstream[0] + entropy * upstream[1]).sum().backward()
+    values = (logp.detach(), entropy.detach(), hidden.grad, layer.weight.grad)
     parallel_state.destroy_model_parallel()
     return [v.numpy() for v in values]
 
 
+@pytest.mark.parametrize("by_processor", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_tensor_parallel_ranks_equal_one(run_ranks, sequence_parallel):
+def test_two_tensor_parallel_ranks_equal_one(run_ranks, sequence_parallel, by_processor):
     pytest.importorskip("megatron.core")
     logp, entropy, d_hidden, d_weight = plain()
-    results = run_ranks(2, megatron_rank, sequence_parallel, timeout=120)
+    results = run_ranks(2, megatron_rank, sequence_parallel, by_processor, timeout=120)
     for values in results:
         np.testing.assert_allclose(values[0], logp, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(values[1], entropy, rtol=1e-5, atol=1e-5)
@@ -293,3 +303,16 @@ def test_apply_leanstep_gives_the_output_layer_a_method():
     assert torch.equal(found.logp, output_layer_logprobs(hidden, layer, tokens[rows], rows=rows).logp)
     with pytest.raises(ValueError, match="gather_output=False"):
         apply_leanstep(types.SimpleNamespace(gather_output=True))
+
+
+def test_an_output_processor_refuses_what_it_cannot_score():
+    pytest.importorskip("megatron.core")
+    from types import SimpleNamespace
+
+    from leanstep.integrations.megatron import output_processor
+
+    given = {"hidden_states": torch.ones(3, 1, WIDTH), "output_layer": None, "output_weight": None}
+    with pytest.raises(ValueError, match=r"labels: expected \[B, S\] ids"):
+        output_processor(**given, labels=None)
+    with pytest.raises(ValueError, match="use_mup=False"):
+        output_processor(**given, labels=torch.zeros(1, 3), config=SimpleNamespace(use_mup=True))
