@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from leanstep.heads.head import (
+    assert_all,
     check_matrix,
     check_rows,
     check_targets,
     inverse_temperature,
+    is_fake,
     select,
     unpack_head,
 )
@@ -749,19 +751,14 @@ def linear_distill_loss(
         isinstance(teacher, TeacherTopK) and teacher.ids.shape != states.shape
     ):
         raise ValueError(f"teacher: expected {n} or {total} rows, got {tuple(states.shape)}")
-    if rows is not None and len(states) == total == n:
-        in_order = (
-            bool((rows == torch.arange(n, device=rows.device)).all()) if rows.device.type == "cpu" else True
-        )
-        if not in_order:
-            raise ValueError("rows: expected every row in order if as many rows are selected as there are")
-    picks = rows is not None and len(states) == total != n
-    per_row = [x.detach() for x in teacher[:1]] if isinstance(teacher, TeacherHead) else []
-    if isinstance(teacher, TeacherLogProbs):
-        per_row = [teacher.log_probs.detach()]
-    elif isinstance(teacher, TeacherTopK):
-        per_row = [teacher.ids.long(), teacher.log_probs.detach()]
-    per_row = [x.index_select(0, rows) if picks else x for x in per_row]  # type: ignore[arg-type]
+    if rows is not None and len(states) == total == n and not is_fake(rows):
+        # The teacher's rows may then be those of `rows` or those of `hidden`.
+        in_order = rows == torch.arange(n, device=rows.device)
+        wrong = "rows: expected every row in order if as many rows are selected as there are"
+        assert_all(in_order, wrong, rows)
+    per_row = [x.detach() for x in teacher[: 2 if isinstance(teacher, TeacherTopK) else 1]]
+    if rows is not None and len(states) == total != n:
+        per_row = [x.index_select(0, rows) for x in per_row]
     logits_of = None
     if isinstance(teacher, TeacherHead):
         logits_of = _frozen_head(teacher)
@@ -780,7 +777,7 @@ def linear_distill_loss(
             p = log_p.exp()
             entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
         if isinstance(teacher, TeacherTopK):
-            ids, log_q = of_teacher[0], of_teacher[1].to(z.dtype)
+            ids, log_q = of_teacher[0].long(), of_teacher[1].to(z.dtype)
             if teacher.tail and ids.shape[1] < z.shape[1]:
                 # In fp64, because half-precision log-probs may leave a tail of a few 1e-4.
                 left = torch.log1p(-of_teacher[1].double().exp().sum(-1, keepdim=True).clamp(max=1.0))
