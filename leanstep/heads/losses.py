@@ -667,18 +667,14 @@ def row_divergence(log_p: Tensor, log_q: Tensor, kind: str | tuple[str, float]) 
     if mix in (0.0, 1.0):
         log_m = log_p if mix == 0.0 else log_q
     else:
-        weights = math.log(1.0 - mix), math.log(mix)
-        # Where neither side has mass, the gradient of logaddexp would be NaN.
-        nowhere = (log_p == -torch.inf) & (log_q == -torch.inf)
-        ends = (torch.where(nowhere, 0.0, x) + w for x, w in zip((log_p, log_q), weights, strict=True))
-        log_m = torch.where(nowhere, -torch.inf, torch.logaddexp(*ends))
+        # e^-10000 is 0 in fp64, too; from -inf on both sides, the gradient of logaddexp would be NaN.
+        log_p, log_q = (x.clamp(min=-1e4) for x in (log_p, log_q))
+        log_m = torch.logaddexp(log_p + math.log(1.0 - mix), log_q + math.log(mix))
     total = log_p.new_zeros(log_p.shape[:-1])
     for factor, log_weight in ((of_q, log_q), (of_p, log_p)):
         if factor:
-            present = log_weight != -torch.inf
-            weight = torch.where(present, log_weight, 0.0).exp()
-            value = torch.where(present, log_weight - log_m, 0.0)
-            total = total + factor * torch.where(present, weight * value, 0.0).sum(-1)
+            value = torch.where(log_weight == -torch.inf, 0.0, log_weight - log_m)
+            total = total + factor * (log_weight.exp() * value).sum(-1)
     return total
 
 
@@ -772,10 +768,9 @@ def linear_distill_loss(
             # A row whose divergence is infinite gets no gradient.
             z = z.view_as(z)
             z.register_hook(lambda g: g.masked_fill(~finite[:, None], 0))
-        log_p = _LogSoftmax.apply(z / temperature)
+        log_p = _LogSoftmax.apply(z if temperature == 1 else z / temperature)
         with torch.no_grad():
-            p = log_p.exp()
-            entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
+            entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)
         if isinstance(teacher, TeacherTopK):
             ids, log_q = of_teacher[0].long(), of_teacher[1].to(z.dtype)
             if teacher.tail and ids.shape[1] < z.shape[1]:
