@@ -430,8 +430,8 @@ class HeadLoops:
 
     def finish(self, operands: tuple[Any, Any, Any], pairs: AllowedPairs | None) -> dict[str, Any]:
         """Return options that let Triton's passes add the bias and cap the products that they read."""
-        reads_products = self.passes not in (passes.TORCH, passes.NATIVE) and pairs is None
-        if not reads_products or (operands[1] is None and self.softcap is None):
+        in_triton = self.passes is not passes.TORCH and not isinstance(self.passes, passes.Native)
+        if not in_triton or pairs is not None or (operands[1] is None and self.softcap is None):
             return {}
         inner = 1.0 if self.softcap is None else self.scale / self.softcap
         return {"finish": (operands[1], inner, self.softcap)}

@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from leanstep.heads.head import (
+    assert_all,
     check_matrix,
     check_rows,
     check_targets,
     inverse_temperature,
+    is_fake,
     select,
     unpack_head,
 )
@@ -665,18 +667,14 @@ def row_divergence(log_p: Tensor, log_q: Tensor, kind: str | tuple[str, float]) 
     if mix in (0.0, 1.0):
         log_m = log_p if mix == 0.0 else log_q
     else:
-        weights = math.log(1.0 - mix), math.log(mix)
-        # Where neither side has mass, the gradient of logaddexp would be NaN.
-        nowhere = (log_p == -torch.inf) & (log_q == -torch.inf)
-        ends = (torch.where(nowhere, 0.0, x) + w for x, w in zip((log_p, log_q), weights, strict=True))
-        log_m = torch.where(nowhere, -torch.inf, torch.logaddexp(*ends))
+        # e^-10000 is 0 in fp64, too; from -inf on both sides, the gradient of logaddexp would be NaN.
+        log_p, log_q = (x.clamp(min=-1e4) for x in (log_p, log_q))
+        log_m = torch.logaddexp(log_p + math.log(1.0 - mix), log_q + math.log(mix))
     total = log_p.new_zeros(log_p.shape[:-1])
     for factor, log_weight in ((of_q, log_q), (of_p, log_p)):
         if factor:
-            present = log_weight != -torch.inf
-            weight = torch.where(present, log_weight, 0.0).exp()
-            value = torch.where(present, log_weight - log_m, 0.0)
-            total = total + factor * torch.where(present, weight * value, 0.0).sum(-1)
+            value = torch.where(log_weight == -torch.inf, 0.0, log_weight - log_m)
+            total = total + factor * (log_weight.exp() * value).sum(-1)
     return total
 
 
@@ -749,19 +747,14 @@ def linear_distill_loss(
         isinstance(teacher, TeacherTopK) and teacher.ids.shape != states.shape
     ):
         raise ValueError(f"teacher: expected {n} or {total} rows, got {tuple(states.shape)}")
-    if rows is not None and len(states) == total == n:
-        in_order = (
-            bool((rows == torch.arange(n, device=rows.device)).all()) if rows.device.type == "cpu" else True
-        )
-        if not in_order:
-            raise ValueError("rows: expected every row in order if as many rows are selected as there are")
-    picks = rows is not None and len(states) == total != n
-    per_row = [x.detach() for x in teacher[:1]] if isinstance(teacher, TeacherHead) else []
-    if isinstance(teacher, TeacherLogProbs):
-        per_row = [teacher.log_probs.detach()]
-    elif isinstance(teacher, TeacherTopK):
-        per_row = [teacher.ids.long(), teacher.log_probs.detach()]
-    per_row = [x.index_select(0, rows) if picks else x for x in per_row]  # type: ignore[arg-type]
+    if rows is not None and len(states) == total == n and not is_fake(rows):
+        # The teacher's rows may then be those of `rows` or those of `hidden`.
+        in_order = rows == torch.arange(n, device=rows.device)
+        wrong = "rows: expected every row in order if as many rows are selected as there are"
+        assert_all(in_order, wrong, rows)
+    per_row = [x.detach() for x in teacher[: 2 if isinstance(teacher, TeacherTopK) else 1]]
+    if rows is not None and len(states) == total != n:
+        per_row = [x.index_select(0, rows) for x in per_row]
     logits_of = None
     if isinstance(teacher, TeacherHead):
         logits_of = _frozen_head(teacher)
@@ -775,12 +768,11 @@ def linear_distill_loss(
             # A row whose divergence is infinite gets no gradient.
             z = z.view_as(z)
             z.register_hook(lambda g: g.masked_fill(~finite[:, None], 0))
-        log_p = _LogSoftmax.apply(z / temperature)
+        log_p = _LogSoftmax.apply(z if temperature == 1 else z / temperature)
         with torch.no_grad():
-            p = log_p.exp()
-            entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
+            entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)
         if isinstance(teacher, TeacherTopK):
-            ids, log_q = of_teacher[0], of_teacher[1].to(z.dtype)
+            ids, log_q = of_teacher[0].long(), of_teacher[1].to(z.dtype)
             if teacher.tail and ids.shape[1] < z.shape[1]:
                 # In fp64, because half-precision log-probs may leave a tail of a few 1e-4.
                 left = torch.log1p(-of_teacher[1].double().exp().sum(-1, keepdim=True).clamp(max=1.0))

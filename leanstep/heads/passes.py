@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,8 +45,8 @@ def passes_for(tensor: Tensor, dtype: torch.dtype, num_logits: int) -> Any:
         if on_gpu(tensor.device) and can_launch() and (not fake or triton_passes().launches_are_recorded()):
             return triton_passes()
         enough = num_logits >= NATIVE_LOGITS and tensor.device.type == "cpu"
-        if enough and not fake and has_memory(tensor) and _native() is not None:
-            return NATIVE
+        if enough and not fake and has_memory(tensor):
+            return native_passes() or TORCH
     return TORCH
 
 
@@ -88,25 +89,27 @@ def _in_tile(ids: Tensor, first_id: int, width: int) -> tuple[Tensor, Tensor]:
     return here, column.where(here, 0)[:, None]
 
 
-# The same passes in C++, on one core, for fp32 tiles whose rows are contiguous.
+class Native:
+    """The same passes in C++, on one core, for fp32 tiles whose rows are contiguous."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def stats(self, z: Tensor, ids: Tensor, first_id: int, *vectors: Tensor) -> None:
+        assert z.stride(1) == 1 or z.shape[1] == 1
+        arguments = (ids.data_ptr(), first_id, *_pointers(vectors))
+        self.library.stats(z.data_ptr(), *z.shape, z.stride(0), *arguments)
+
+    def grads(self, z: Tensor, out: Tensor, ids: Tensor, first_id: int, *vectors_and_inv_cap: Any) -> None:
+        assert z.stride(1) == out.stride(1) == 1 or z.shape[1] == 1
+        assert out.dtype == z.dtype
+        *vectors, inv_cap = vectors_and_inv_cap
+        sizes = (*z.shape, z.stride(0), out.stride(0))
+        arguments = (ids.data_ptr(), first_id, *_pointers(vectors), inv_cap)
+        self.library.grads(z.data_ptr(), out.data_ptr(), *sizes, *arguments)
 
 
-def native_stats(z: Tensor, ids: Tensor, first_id: int, *vectors: Tensor) -> None:
-    assert z.stride(1) == 1 or z.shape[1] == 1
-    _native().stats(z.data_ptr(), *z.shape, z.stride(0), ids.data_ptr(), first_id, *_pointers(vectors))
-
-
-def native_grads(
-    z: Tensor, out: Tensor, ids: Tensor, first_id: int, *vectors_and_inv_cap: Tensor | float
-) -> None:
-    assert all(t.stride(1) == 1 or t.shape[1] == 1 for t in (z, out)) and out.dtype == z.dtype
-    *vectors, inv_cap = vectors_and_inv_cap
-    sizes = (*z.shape, z.stride(0), out.stride(0))
-    arguments = (ids.data_ptr(), first_id, *_pointers(vectors), inv_cap)
-    _native().grads(z.data_ptr(), out.data_ptr(), *sizes, *arguments)
-
-
-def _pointers(vectors: Any) -> list[int]:
+def _pointers(vectors: Sequence[Tensor]) -> list[int]:
     assert all(v.is_contiguous() and v.dtype == torch.float32 for v in vectors)
     return [v.data_ptr() for v in vectors]
 
@@ -118,10 +121,10 @@ def _declare(library: ctypes.CDLL) -> None:
     library.stats.restype = library.grads.restype = None
 
 
-def _native() -> Any:
-    """Return the C++ library, built on first use, or None."""
+def native_passes() -> Native | None:
+    """Return the C++ passes, built on first use; None without a compiler."""
     library = load_library(Path(__file__).with_name("passes.cpp"), _declare)
-    return None if isinstance(library, str) else library
+    return None if isinstance(library, str) else Native(library)
 
 
 @functools.cache
@@ -133,4 +136,3 @@ def triton_passes() -> Any:
 
 
 TORCH = SimpleNamespace(stats=torch_stats, grads=torch_grads)
-NATIVE = SimpleNamespace(stats=native_stats, grads=native_grads)

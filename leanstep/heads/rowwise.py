@@ -93,7 +93,7 @@ class _Rowwise(torch.autograd.Function):
     def forward(ctx, fn, settings, single, per_row, hidden, weight, bias, low, up):  # type: ignore[override]
         device = hidden.device.type
         ctx.fn, ctx.settings, ctx.per_row = fn, settings, per_row
-        ctx.rng = torch.get_rng_state(), torch.cuda.get_rng_state() if hidden.is_cuda else None
+        ctx.rng = torch.get_rng_state(), torch.cuda.get_rng_state(hidden.device) if hidden.is_cuda else None
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.save_for_backward(hidden, weight, bias, low, up)
         loops = _loops(settings, hidden, weight, bias, low, up)

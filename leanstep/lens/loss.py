@@ -1,10 +1,9 @@
 """The controller objective as one page of torch operations: autograd, static shapes, no host reads.
 
 Contexts are laid out by start token, not by entry. Two contexts then compare elementwise, and an aligned
-block is
-b neighbors: a collapse request reaches its block by a maximum over the last dimension of [P, T / b, b]. Masks
-    are
-0 / 1 numbers: on a CPU, int8 arithmetic is ten times as fast as `where` or a comparison with a scalar.
+block is b neighbors: a collapse request reaches its block by a maximum over the last dimension of
+[P, T / b, b]. Masks are 0 / 1 numbers: on a CPU, int8 arithmetic is ten times as fast as `where` or a
+comparison with a scalar.
 
 V contexts · W padded entries · B samples · C variants per sample · P pairs · b block size · L coarsest level
 T tokens per sequence, padded to whole blocks
@@ -33,8 +32,7 @@ class Pairs(NamedTuple):
 
     Args:
         better, worse: [P] int64, rows of the scores; equal for a slot without a pair or with delta = 0.
-        delta: [P] loss of the worse minus loss of the better, in the losses' dtype; 0 for a slot without a
-            pair.
+        delta: [P] loss of the worse minus that of the better, in the losses' dtype; 0 without a pair.
         valid: [P] bool, whether the slot holds a pair.
     """
 
@@ -133,8 +131,7 @@ def lens_loss(
             average, state = smooth(imbalance.detach(), has_target, state, objective.budget_smooth_beta)
             values["smooth"] = (imbalance - average) ** 2 * has_target
     if "kl" in active and prev_scores is not None:
-        # The symmetric divergence of the Bernoulli policies sigmoid(x / tau), mean over the context's
-        # entries.
+        # The symmetric divergence of the Bernoulli policies sigmoid(x / tau), mean over a context's entries.
         x, before = x_VW.where(batch.valid, 0), prev_scores.detach().to(x_VW.dtype).where(batch.valid, 0)
         kl_VW = 0.5 * (torch.sigmoid(x / tau) - torch.sigmoid(before / tau)) * (x - before) / tau
         kl = kl_VW.sum(1) / batch.valid.sum(1).clamp(min=1)
@@ -168,8 +165,7 @@ def build_pairs(loss: Tensor, row: Tensor, config: LensConfig, order: Tensor | N
     """Build the pairs of every sample from its variants' losses.
 
     Variants are sorted by loss (stable). Pairs with the best variant come first, then all others, each list
-    by delta descending (stable). `hard_negative_ratio` shortens the second list, `max_pairs` the combined
-    one.
+    by delta descending (stable). `hard_negative_ratio` shortens the second list, `max_pairs` both together.
 
     Equivalent to, for sample s (`reference_pairs` in reference.py):
         listed = reference_pairs(batch.loss[s], config, s)       # (sample, better, worse, delta)
@@ -303,8 +299,7 @@ def build_targets(
 ) -> tuple[Tensor, Tensor]:
     """Return up and down [P, T]: 1 where the entry of the worse context should expand or collapse, else 0.
 
-    A collapse request reaches every entry of the same LOD in the same aligned parent block and wins over
-    expand.
+    A collapse request reaches every entry of the same LOD in its aligned parent block and wins over expand.
 
     Equivalent to, for pair k (contexts as lists of (position, lod); `reference_targets` in reference.py):
         row = torch.tensor(reference_targets(better, worse, float(pairs.delta[k]), config)).sign()

@@ -35,13 +35,12 @@ class LensObjective(nn.Module):
         objective.optimizer_step()
 
     Gate: with `gate.every` > 1 the controller runs only if `(counter - gate.phase) % gate.every == 0`. On
-        other calls
-    `loss` is a plain 0 with `active=False`. The decision depends only on counters, so all ranks agree. Mode
-    `accumulate` stores the detached inputs of skipped calls and returns the mean loss over them and the
-    current call.
+    other calls `loss` is a plain 0 with `active=False`. The decision depends only on counters, so all ranks
+    agree. Mode `accumulate` stores the detached inputs of skipped calls and returns the mean loss over them
+    and the current call.
 
     Stages: `joint` (default), and `frozen` for a controller that was trained before (loss 0; scores still
-        available).
+    available).
     """
 
     def __init__(self, config: LensConfig) -> None:

@@ -148,8 +148,7 @@ def iterate(x: Tensor, coefficients: Triples = POLAR_EXPRESS) -> Tensor:
         poly.diagonal(dim1=-2, dim2=-1).add_(a)
         if i + 1 < len(coefficients):
             gram = symmetric(symmetric(poly, gram), poly)
-        # The factors commute up to rounding, which low-rank matrices amplify: full products from the third
-        # on.
+        # The factors commute up to rounding, which low-rank matrices amplify: full products from the third.
         multiply = symmetric if i == 1 else torch.bmm
         total = poly if total is None else multiply(*((total, poly) if tall else (poly, total)))
     assert total is not None

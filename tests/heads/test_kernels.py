@@ -16,7 +16,7 @@ BODIES = ["torch", "C++", "AVX2", pytest.param("Triton", marks=pytest.mark.inter
 
 
 @pytest.fixture(params=BODIES)
-def body(request, monkeypatch, tmp_path):
+def body(request, tmp_path):
     if request.param == "Triton":
         pytest.importorskip("triton")
         return passes.triton_passes()
@@ -38,8 +38,8 @@ def body(request, monkeypatch, tmp_path):
         ]
         library = ctypes.CDLL(str(build_library(source, [flags], tmp_path)))
         passes._declare(library)
-        monkeypatch.setattr(passes, "_native", lambda: library)
-    return passes.NATIVE
+        return passes.Native(library)
+    return passes.native_passes()
 
 
 def tile(dtype, rows=7, columns=1271):
@@ -159,10 +159,11 @@ def test_the_gpus_path_of_logits_and_of_the_policy_loss(gpu_route):
 
 
 def test_small_calls_build_nothing(monkeypatch):
-    monkeypatch.setattr(passes, "_native", lambda: pytest.fail("built"))
+    monkeypatch.setattr(passes, "native_passes", lambda: pytest.fail("built"))
     assert passes.passes_for(torch.zeros(2), torch.float32, 1000) is passes.TORCH
     assert passes.passes_for(torch.zeros(2), torch.float64, 1 << 30) is passes.TORCH
-    monkeypatch.setattr(passes, "_native", lambda: None)
+    monkeypatch.setattr(passes, "native_passes", lambda: None)
     assert passes.passes_for(torch.zeros(2), torch.float32, 1 << 30) is passes.TORCH
-    monkeypatch.setattr(passes, "_native", lambda: SimpleNamespace())
-    assert passes.passes_for(torch.zeros(2), torch.float32, 1 << 30) is passes.NATIVE
+    native = SimpleNamespace()
+    monkeypatch.setattr(passes, "native_passes", lambda: native)
+    assert passes.passes_for(torch.zeros(2), torch.float32, 1 << 30) is native

@@ -1,6 +1,6 @@
 """Kill a recipe with SIGKILL at random steps, resume it each time, and compare with one left alone.
 
-python tests/recipes/killing.py recipes.lens.train --kills 5 -- --steps 40 --save-every 3
+python tests/recipes/killing.py recipes.lens.train --kills 5 --steps 40 -- --save-every 3
 """
 
 from __future__ import annotations
@@ -94,12 +94,14 @@ if __name__ == "__main__":
     parser.add_argument("module")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the recipe, behind --")
-    arguments = parser.parse_args()
+    parser.epilog = "Options of the recipe go behind --."
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    arguments = parser.parse_args(words[:end])
     with tempfile.TemporaryDirectory() as temporary:
         hits = kill_at_random_steps(
             arguments.module,
-            [word for word in arguments.options if word != "--"],
+            words[end + 1 :],
             arguments.steps,
             Path(temporary),
             arguments.kills,
