@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from leanstep.rehearse.answers.generation import Generations
+from leanstep.rehearse.answers.micro_batches import MicroBatches
 from leanstep.rehearse.answers.repeated_calls import RepeatedCalls
 from leanstep.rehearse.branches import NoUpdate
 from leanstep.rehearse.events import Alloc, Step
-from leanstep.tape.hooks import wrap_closure
+from leanstep.tape.hooks import replace_function, wrap_closure
 from leanstep.tape.phases import PhaseListener, PhaseMarker
 from leanstep.tape.steps import StepListener, StepMarker
 
@@ -46,6 +47,7 @@ class Steps(StepListener, PhaseListener):
         self._reported = 0.0
         self.marker = StepMarker(self, PhaseMarker(self._position, self))
         self.calls, self.generations = RepeatedCalls(tape), Generations(tape)
+        self.micro_batches = MicroBatches(tape)
         self._part_end = 0  # event index at which the last part of the update ended
         self._optimizers: dict[int, Any] = {}
 
@@ -102,8 +104,18 @@ class Steps(StepListener, PhaseListener):
         """Start watching; it lasts until the process ends."""
         self.tape.check_progress = self.check_progress
         self.tape.update_replayed = self.mark
+        replace_function(torch.nn.Module, "__call__", self._call_module)
         self.marker.__enter__()
         self._follow_backwards()
+
+    def _call_module(self, original: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run an outermost call of a module; the marker handles it first."""
+        if threading.get_ident() != self.tape.lines.main:
+            return original(module, *args, **kwargs)
+        return self.micro_batches.run(original, module, *args, **kwargs)
+
+    def optimizer_constructed(self) -> None:
+        self.micro_batches.enabled = not self.tape.recording.request.every_call
 
     def _follow_backwards(self) -> None:
         run_backward, lines = torch.autograd._engine_run_backward, self.tape.lines
@@ -119,7 +131,12 @@ class Steps(StepListener, PhaseListener):
             self.tape.backward_begins()
             self.tape.shadows.branches.backward_began()
             lines.called = lines.here()
-            return run_backward(*args, **kwargs)
+            # The fifth argument lists the inputs of `backward(inputs=...)`.
+            accumulates = bool(kwargs.get("accumulate_grad")) and not (args[4:5] and args[4])
+            try:
+                return run_backward(*args, **kwargs)
+            finally:
+                self.micro_batches.backward_ended(accumulates)
 
         torch.autograd._engine_run_backward = backward
 

@@ -361,6 +361,25 @@ class Tape(TorchDispatchMode):
         self.shadows.freed(key)
         self._free(key)
 
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage, None if it has none yet."""
+        return self._numbers.get(storage_key(tensor))
+
+    def held_numbers(self) -> set[int]:
+        """Return the numbers of all storages that tensors hold."""
+        return set(self._numbers.values())
+
+    def bind(self, tensor: Tensor, number: int) -> None:
+        """Make a new tensor the holder of an allocation."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._watched[key] = weakref.ref(storage, lambda _: self._forget_storage(key))
+        self._numbers[key] = number
+
+    def disown(self, tensor: Tensor) -> None:
+        """Tape the end of a tensor's allocation before the tensor ends."""
+        self._free(storage_key(tensor))
+
     def resized(self, storage: Any) -> None:
         """Tape `UntypedStorage.resize_`, by which sharded parameters free and refill their storages."""
         number = self._numbers.get(storage._cdata)
