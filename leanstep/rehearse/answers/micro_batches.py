@@ -26,7 +26,6 @@ from leanstep.rehearse.answers.repeated_calls import State
 from leanstep.rehearse.events import Alloc, Event, Free, HostWait, Launch
 from leanstep.rehearse.lines import Place
 from leanstep.rehearse.plans import uses_tf32
-from leanstep.rehearse.shadows import storage_key
 from leanstep.tape.hooks import in_engine
 from leanstep.tape.lines import USER, judge_code
 
@@ -126,6 +125,7 @@ class MicroBatches:
         usable = usable and tape.ranks == 1 and not torch.is_inference_mode_enabled()
         if not usable or not any(p.requires_grad for p in module.parameters()):
             return call(module, *args, **kwargs)
+        self._open = None  # a second call in one backward: the two cannot be told apart
         state = State(module, args, kwargs)
         key = self._key(state)
         if key is None:
@@ -249,6 +249,12 @@ class MicroBatches:
         if opened.start is None or events is not opened.events or tape.step != opened.step:
             return None
         forward, backward = events[opened.first : opened.last], events[opened.start :]
+        # What the end of the call frees, such as the casts of autocast.
+        created = {event.storage for event in forward if isinstance(event, Alloc)}
+        between = [
+            e for e in events[opened.last : opened.start] if isinstance(e, Free) and e.storage in created
+        ]
+        forward += between
         if not all(map(_is_plain, (*forward, *backward))) or _module_state(opened.module) is None:
             return None
         created = {e.storage for e in (*forward, *backward) if isinstance(e, Alloc)}
@@ -256,7 +262,9 @@ class MicroBatches:
         if any(tape.recording.storages[number].category == "library" for number in created):
             return None
         gradients = [self._gradient_of(p) for p in opened.module.parameters()]
-        if any(before not in (None, after) for before, after in zip(opened.gradients, gradients, strict=True)):
+        if any(
+            before not in (None, after) for before, after in zip(opened.gradients, gradients, strict=True)
+        ):
             return None
         new = {n for before, n in zip(opened.gradients, gradients, strict=True) if before is None and n}
         outputs = {o.storage for _, o in opened.outputs if o.argument is None}
@@ -407,17 +415,13 @@ class _Repeated(torch.autograd.Function):
         for output, tensor in zip(outputs, made, strict=True):
             if output.storage in freed:
                 run.held[output.storage] = tensor.untyped_storage()
-        ctx.mark_non_differentiable(
-            *(t for o, t in zip(outputs, made, strict=True) if not o.differentiable)
-        )
+        ctx.mark_non_differentiable(*(t for o, t in zip(outputs, made, strict=True) if not o.differentiable))
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *received: Tensor | None) -> tuple[None, None]:
         outputs = iter(received)
-        ctx.run.backward(
-            [next(outputs) if o.argument is None else None for _, o in ctx.run.known.outputs]
-        )
+        ctx.run.backward([next(outputs) if o.argument is None else None for _, o in ctx.run.known.outputs])
         return None, None
 
 
