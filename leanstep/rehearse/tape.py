@@ -321,8 +321,9 @@ class Tape(TorchDispatchMode):
     def allocate(self, nbytes: int, shape: tuple[int, ...], dtype: str, place: Place, category: str) -> int:
         """Tape an allocation and return its number."""
         number = len(self.recording.storages)
-        if not number:
-            self._configure_allocator()
+        if not number and not self.recording.allocator:
+            names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+            self.configure_allocator(next((os.environ[name] for name in names if name in os.environ), ""))
         self.memory.allocate(number, nbytes, self.stream)
         record = events.Storage(number, nbytes, shape, dtype, place.line, place.phase, self.step, category)
         self.recording.storages[number] = record
@@ -333,11 +334,10 @@ class Tape(TorchDispatchMode):
             self.window_peak_bytes = max(self.window_peak_bytes, self.live_bytes)
         return number
 
-    def _configure_allocator(self) -> None:
-        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-        record = self.recording
-        record.allocator = next((os.environ[name] for name in names if name in os.environ), "")
-        self.memory.configure(Settings.read(record.allocator, record.torch))
+    def configure_allocator(self, text: str) -> None:
+        """Set what PYTORCH_ALLOC_CONF sets; the last text counts for the whole run."""
+        self.recording.allocator = text
+        self.memory.configure(Settings.read(text, self.recording.torch))
 
     def _free(self, key: int) -> None:
         number = self._numbers.pop(key, None)

@@ -66,6 +66,7 @@ def view(sections: dict[str, Data]) -> Data:
         shown["diagnose"] = [findings_view(script) for script in sections["diagnose"]["scripts"]]
     if "rehearse" in sections:
         shown["rehearse"] = [_rehearsal(run) for run in sections["rehearse"]["runs"]]
+        shown["rehearse_tables"] = sections["rehearse"].get("tables", [])
     shown["environments"] = _environments(sections)
     return shown
 
