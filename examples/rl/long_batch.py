@@ -1,6 +1,6 @@
 """Log-probs, entropy and gradients of one long batch: 205,280 tokens, vocabulary 76,032, width 2,560, fp32.
 
-leanstep rehearse --device h200 --sweep response-fraction=1,0.25,0.1 examples/rl/long_batch.py -- --head leanstep
+leanstep rehearse --device h200 --sweep response-fraction=1,0.25,0.1 examples/rl/long_batch.py
 """
 
 import argparse
