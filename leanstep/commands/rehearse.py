@@ -155,8 +155,7 @@ def _sweep(text: str, request: Request, device: Device, json: str | None) -> int
     print_text(out, sweep.heading(name, device.key))
     rows = _rows(request, name, values, device, lambda row: print_text(out, sweep.line(row)), json)
     if values is None:
-        fits = [row["value"] for row in rows if row["fits"]]
-        print_text(out, f"the largest {name} that fits: {fits[-1]}" if fits else f"no {name} fits")
+        print_text(out, sweep.largest(name, rows))
     write_json({"device": device.key, "predicted": True, "sweep": name, "rows": rows}, json)
     return 0 if any(row["fits"] for row in rows) else 3
 

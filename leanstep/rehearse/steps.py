@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic  # the program's own clock may return predicted time
+from time import monotonic, process_time  # the program's own clock may return predicted time
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from leanstep.tape.steps import StepListener, StepMarker
 
 # The rehearsal stops after this many events without an update: a longer recording takes gigabytes.
 MOST_EVENTS = 2_000_000
-# ... and after this many seconds without one.
+# ... and after this many seconds of this process's own work without one, however busy the machine is.
 PATIENCE_S = 600.0
 # Updates that may precede a capture: torch's documentation requires 3, or 11 with DistributedDataParallel.
 MOST_TRIALS = 12
@@ -42,7 +42,7 @@ class Steps(StepListener, PhaseListener):
 
     def __init__(self, tape: Any, wanted: int, progress: Path | None = None):
         self.tape, self.wanted, self.progress = tape, wanted, progress
-        self._last_update = (0, monotonic())
+        self._last_update = (0, process_time())
         self._num_counted = self._num_trials = 0
         self._reported = 0.0
         self.marker = StepMarker(self, PhaseMarker(self._position, self))
@@ -143,7 +143,7 @@ class Steps(StepListener, PhaseListener):
     def check_progress(self) -> None:
         """Stop a program that makes no update."""
         num_events, seconds = self._last_update
-        waited = monotonic() - seconds
+        waited = process_time() - seconds
         if self.tape.num_events - num_events < MOST_EVENTS and waited < PATIENCE_S:
             return
         responsible = self.tape.shadows.branches.responsible()
@@ -188,7 +188,7 @@ class Steps(StepListener, PhaseListener):
         """End a step at this event index, or here."""
         tape, steps = self.tape, self.tape.recording.steps
         tape.shadows.branches.updated()
-        self._last_update = (tape.num_events, monotonic())
+        self._last_update = (tape.num_events, process_time())
         tape.step_ends(p for group in groups for p in group["params"])
         first = steps[-1].last if steps else 0
         steps.append(Step(tape.step, first, len(tape.recording.events) if end is None else end))

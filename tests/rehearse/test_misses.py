@@ -292,6 +292,7 @@ LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
             architectures=["LlamaForCausalLM"]).save_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda")
 assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+assert model.name_or_path == model.config.name_or_path == str(folder)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for i in range(3):
     x = torch.randint(512, (2, 16), device="cuda")

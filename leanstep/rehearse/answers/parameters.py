@@ -109,6 +109,7 @@ def _without_weights(tape: Tape, module: Any) -> None:
             return load(cls, path, *args, **kwargs)
         tape.notes[f"from_pretrained: no weights in {folder.name}; the model was built from its config"] += 1
         config = kwargs.get("config") or cls.config_class.from_pretrained(folder)
+        config.name_or_path = str(path)  # libraries load the tokenizer from there
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
         dtype = getattr(config, "dtype", None) if dtype in (None, "auto") else dtype
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
