@@ -147,7 +147,7 @@ def engine() -> str:
     """A digest of the code that rehearses."""
     package = ROOT / "leanstep"
     files = [*(package / "rehearse").rglob("*.py"), *(package / "rehearse").rglob("*.cpp")]
-    files += [*(package / "script").rglob("*.py"), package / "flops.py"]
+    files += [*(package / "tape").rglob("*.py"), package / "flops.py"]
     return _digest(path.read_text(encoding="utf-8") for path in sorted(files))
 
 

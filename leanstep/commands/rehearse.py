@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -143,25 +144,38 @@ def _export(recording: Any, device: Device, timeline: str | None, snapshot: str 
 
 
 def _sweep(text: str, request: Request, device: Device, json: str | None) -> int:
-    from leanstep.rehearse import sweep, verdict
+    from leanstep.rehearse import sweep
 
     try:
         name, values = sweep.parse(text)
     except FileError as error:
         raise BadInput(str(error)) from None
 
+    out = console(json)
+    print_text(out, sweep.heading(name, device.key))
+    rows = _rows(request, name, values, device, lambda row: print_text(out, sweep.line(row)), json)
+    if values is None:
+        print_text(out, sweep.largest(name, rows))
+    write_json({"device": device.key, "predicted": True, "sweep": name, "rows": rows}, json)
+    return 0 if any(row["fits"] for row in rows) else 3
+
+
+def _rows(
+    request: Request,
+    name: str,
+    values: list[str] | None,
+    device: Device,
+    show: Callable[[dict[str, Any]], None],
+    json: str | None = None,
+) -> list[dict[str, Any]]:
+    """Return a row per value of an argument of the script."""
+    from leanstep.rehearse import sweep, verdict
+
     def judge(value: str) -> dict[str, Any]:
         args = sweep.with_value(request.args, name, value)
         return verdict.judge(run_request(replace(request, args=args), json, quiet=True), [device], points=1)
 
-    out = console(json)
-    print_text(out, sweep.heading(name, device.key))
-    rows = sweep.run(values, judge, lambda row: print_text(out, sweep.line(row)))
-    if values is None:
-        fits = [row["value"] for row in rows if row["fits"]]
-        print_text(out, f"the largest {name} that fits: {fits[-1]}" if fits else f"no {name} fits")
-    write_json({"device": device.key, "predicted": True, "sweep": name, "rows": rows}, json)
-    return 0 if any(row["fits"] for row in rows) else 3
+    return sweep.run(values, judge, show)
 
 
 def _devices(names: str | None, machine: str | None) -> list[Device]:
@@ -196,9 +210,9 @@ def run_request(request: Any, json: str | None, quiet: bool = False) -> Any:
 
 
 def rehearse_example(folder: Path, device: str = "h100") -> tuple[dict[str, Any], list[str]]:
-    """The RL example before and after on a device: section and lines.
+    """The RL example before and after on a device, and the memory of a long batch: section and lines.
 
-    folder: of the examples. Takes two rehearsals, some seconds each.
+    folder: of the examples. Takes eight rehearsals, some seconds each.
     """
     from leanstep.rehearse import verdict
     from leanstep.rehearse.devices import device_named
@@ -211,7 +225,14 @@ def rehearse_example(folder: Path, device: str = "h100") -> tuple[dict[str, Any]
         runs.append({**report, "script": f"examples/rl/{side}.py"})
         peak = report["memory"]["allocated"] / 2**20
         lines.append(f"  rl/{side}.py  {_short(report)}, peak {peak:,.0f} MiB")
-    return {"runs": runs}, lines
+    long_batch = device_named("h200")
+    script = str(folder / "rl" / "long_batch.py")
+    tables = []
+    for head in ("plain", "leanstep"):
+        request = Request(script, ("--head", head), device=long_batch.key, steps=2)
+        rows = _rows(request, "response-fraction", ["1", "0.25", "0.1"], long_batch, lambda row: None)
+        tables.append({"head": head, "device_name": long_batch.name, "rows": rows})
+    return {"runs": runs, "tables": tables}, lines
 
 
 def _short(report: dict[str, Any]) -> str:

@@ -51,6 +51,10 @@ class Settings(NamedTuple):
         )
 
 
+ADVISED = (
+    ("PYTORCH_ALLOC_CONF=expandable_segments:True", Settings(expandable=True)),
+    ("PYTORCH_ALLOC_CONF=max_split_size_mb:128", Settings(max_split=128.0 * MIB)),
+)
 Pool = tuple[bool, int]  # whether its blocks are small, stream
 _FREE, _USED, _UNMAPPED = 0, 1, 2
 
@@ -346,10 +350,13 @@ def memory_of(recording: Recording, capacity: int, context: int, points: int = 2
         owners=_owners([storages[number] for number in live]),
         timeline=_timeline(recording, points),
     )
-    if not memory.fits and free.allocated + context <= capacity and not settings.expandable:
-        other = replay(events, storages, capacity - context, settings=Settings(expandable=True))
-        if other.failed is None:
-            memory.advice = "PYTORCH_ALLOC_CONF=expandable_segments:True makes it fit"
+    if not memory.fits and free.allocated + context <= capacity:
+        # Fragmentation decides: name the first other setting with which it fits.
+        for text, other in ADVISED:
+            tried = other._replace(splits_expandable=settings.splits_expandable)
+            if replay(events, storages, capacity - context, settings=tried).failed is None:
+                memory.advice = f"{text} makes it fit"
+                break
     counted: Counter[str] = Counter()
     for number in live:
         counted[storages[number].category] += storages[number].nbytes

@@ -8,22 +8,23 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic  # the program's own clock may return predicted time
+from time import monotonic, process_time  # the program's own clock may return predicted time
 from typing import Any
 
 import torch
 
 from leanstep.rehearse.answers.generation import Generations
+from leanstep.rehearse.answers.micro_batches import MicroBatches
 from leanstep.rehearse.answers.repeated_calls import RepeatedCalls
 from leanstep.rehearse.branches import NoUpdate
 from leanstep.rehearse.events import Alloc, Step
-from leanstep.tape.hooks import wrap_closure
+from leanstep.tape.hooks import replace_function, wrap_closure
 from leanstep.tape.phases import PhaseListener, PhaseMarker
 from leanstep.tape.steps import StepListener, StepMarker
 
 # The rehearsal stops after this many events without an update: a longer recording takes gigabytes.
 MOST_EVENTS = 2_000_000
-# ... and after this many seconds without one.
+# ... and after this many seconds of this process's own work without one, however busy the machine is.
 PATIENCE_S = 600.0
 # Updates that may precede a capture: torch's documentation requires 3, or 11 with DistributedDataParallel.
 MOST_TRIALS = 12
@@ -41,11 +42,12 @@ class Steps(StepListener, PhaseListener):
 
     def __init__(self, tape: Any, wanted: int, progress: Path | None = None):
         self.tape, self.wanted, self.progress = tape, wanted, progress
-        self._last_update = (0, monotonic())
+        self._last_update = (0, process_time())
         self._num_counted = self._num_trials = 0
         self._reported = 0.0
         self.marker = StepMarker(self, PhaseMarker(self._position, self))
         self.calls, self.generations = RepeatedCalls(tape), Generations(tape)
+        self.micro_batches = MicroBatches(tape)
         self._part_end = 0  # event index at which the last part of the update ended
         self._optimizers: dict[int, Any] = {}
 
@@ -102,8 +104,18 @@ class Steps(StepListener, PhaseListener):
         """Start watching; it lasts until the process ends."""
         self.tape.check_progress = self.check_progress
         self.tape.update_replayed = self.mark
+        replace_function(torch.nn.Module, "__call__", self._call_module)
         self.marker.__enter__()
         self._follow_backwards()
+
+    def _call_module(self, original: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run an outermost call of a module; the marker handles it first."""
+        if threading.get_ident() != self.tape.lines.main:
+            return original(module, *args, **kwargs)
+        return self.micro_batches.run(original, module, *args, **kwargs)
+
+    def optimizer_constructed(self) -> None:
+        self.micro_batches.enabled = not self.tape.recording.request.every_call
 
     def _follow_backwards(self) -> None:
         run_backward, lines = torch.autograd._engine_run_backward, self.tape.lines
@@ -119,14 +131,19 @@ class Steps(StepListener, PhaseListener):
             self.tape.backward_begins()
             self.tape.shadows.branches.backward_began()
             lines.called = lines.here()
-            return run_backward(*args, **kwargs)
+            # The fifth argument lists the inputs of `backward(inputs=...)`.
+            accumulates = bool(kwargs.get("accumulate_grad")) and not (args[4:5] and args[4])
+            try:
+                return run_backward(*args, **kwargs)
+            finally:
+                self.micro_batches.backward_ended(accumulates)
 
         torch.autograd._engine_run_backward = backward
 
     def check_progress(self) -> None:
         """Stop a program that makes no update."""
         num_events, seconds = self._last_update
-        waited = monotonic() - seconds
+        waited = process_time() - seconds
         if self.tape.num_events - num_events < MOST_EVENTS and waited < PATIENCE_S:
             return
         responsible = self.tape.shadows.branches.responsible()
@@ -171,7 +188,7 @@ class Steps(StepListener, PhaseListener):
         """End a step at this event index, or here."""
         tape, steps = self.tape, self.tape.recording.steps
         tape.shadows.branches.updated()
-        self._last_update = (tape.num_events, monotonic())
+        self._last_update = (tape.num_events, process_time())
         tape.step_ends(p for group in groups for p in group["params"])
         first = steps[-1].last if steps else 0
         steps.append(Step(tape.step, first, len(tape.recording.events) if end is None else end))

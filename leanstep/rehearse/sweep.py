@@ -98,6 +98,14 @@ def _row(value: str, report: Data) -> Data:
     }
 
 
+def largest(name: str, rows: Sequence[Data]) -> str:
+    """Say which value is the largest that fits, and what stopped the next one."""
+    fits = [row for row in rows if row["fits"]]
+    beyond = next((row for row in rows if not fits or int(row["value"]) > int(fits[-1]["value"])), None)
+    why = f"; {beyond['value']}: {beyond['why']}" if beyond is not None else ""
+    return f"the largest {name} that fits: {fits[-1]['value']}{why}" if fits else f"no {name} fits{why}"
+
+
 def heading(name: str, device: str) -> str:
     return f"predicted on {device}\n{name:>16s}  {'allocated':>12s}  {'needed':>12s}  {'per step':>10s}"
 

@@ -321,8 +321,9 @@ class Tape(TorchDispatchMode):
     def allocate(self, nbytes: int, shape: tuple[int, ...], dtype: str, place: Place, category: str) -> int:
         """Tape an allocation and return its number."""
         number = len(self.recording.storages)
-        if not number:
-            self._configure_allocator()
+        if not number and not self.recording.allocator:
+            names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+            self.configure_allocator(next((os.environ[name] for name in names if name in os.environ), ""))
         self.memory.allocate(number, nbytes, self.stream)
         record = events.Storage(number, nbytes, shape, dtype, place.line, place.phase, self.step, category)
         self.recording.storages[number] = record
@@ -333,11 +334,10 @@ class Tape(TorchDispatchMode):
             self.window_peak_bytes = max(self.window_peak_bytes, self.live_bytes)
         return number
 
-    def _configure_allocator(self) -> None:
-        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-        record = self.recording
-        record.allocator = next((os.environ[name] for name in names if name in os.environ), "")
-        self.memory.configure(Settings.read(record.allocator, record.torch))
+    def configure_allocator(self, text: str) -> None:
+        """Set what PYTORCH_ALLOC_CONF sets; the last text counts for the whole run."""
+        self.recording.allocator = text
+        self.memory.configure(Settings.read(text, self.recording.torch))
 
     def _free(self, key: int) -> None:
         number = self._numbers.pop(key, None)
@@ -360,6 +360,25 @@ class Tape(TorchDispatchMode):
         self._watched.pop(key, None)
         self.shadows.freed(key)
         self._free(key)
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage, None if it has none yet."""
+        return self._numbers.get(storage_key(tensor))
+
+    def held_numbers(self) -> set[int]:
+        """Return the numbers of all storages that tensors hold."""
+        return set(self._numbers.values())
+
+    def bind(self, tensor: Tensor, number: int) -> None:
+        """Make a new tensor the holder of an allocation."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._watched[key] = weakref.ref(storage, lambda _: self._forget_storage(key))
+        self._numbers[key] = number
+
+    def disown(self, tensor: Tensor) -> None:
+        """Tape the end of a tensor's allocation before the tensor ends."""
+        self._free(storage_key(tensor))
 
     def resized(self, storage: Any) -> None:
         """Tape `UntypedStorage.resize_`, by which sharded parameters free and refill their storages."""

@@ -42,6 +42,7 @@ def judge(
     report: Data = {
         "device": device.key,
         "device_name": device.name,
+        "device_has_rows": device.has_rows,
         "torch": recording.torch,
         "script": recording.request.target,
         "args": list(recording.request.args),
@@ -381,6 +382,8 @@ def text(report: Data) -> str:
     # Notes about code that was not counted as requested come first.
     notes = sorted(report["notes"], key=lambda note: "counted as eager code" not in note)
     tail += [f"note  {note}" for note in notes[:3]]
+    if not report["device_has_rows"]:
+        tail.append(f"note  no row yet: no published figure of {report['device_name']} was compared")
     tail.append("All figures are predicted from shapes and published device figures; nothing was measured.")
     return "\n".join([*lines[: LINES - len(tail)], *tail])
 

@@ -24,7 +24,7 @@ def prepare(kind: str, payload: Data) -> Data:
             for example in payload["examples"]
         ]
         return {**payload, "examples": examples}
-    return {"runs": payload["runs"] if "runs" in payload else [payload]}
+    return payload if "runs" in payload else {"runs": [payload]}
 
 
 def _side(side: Data) -> Data:
@@ -48,7 +48,8 @@ def merge(kind: str, held: Data | None, new: Data) -> Data:
         return new
     if kind == "diagnose":
         return {"scripts": _by_key(held["scripts"], new["scripts"], lambda s: s["script"])}
-    return {"runs": _by_key(held["runs"], new["runs"], lambda r: (r["script"], r["device"]))}
+    runs = _by_key(held["runs"], new["runs"], lambda r: (r["script"], r["device"]))
+    return {**held, **new, "runs": runs}
 
 
 def _by_key(held: list[Data], new: list[Data], key: Any) -> list[Data]:
@@ -66,6 +67,7 @@ def view(sections: dict[str, Data]) -> Data:
         shown["diagnose"] = [findings_view(script) for script in sections["diagnose"]["scripts"]]
     if "rehearse" in sections:
         shown["rehearse"] = [_rehearsal(run) for run in sections["rehearse"]["runs"]]
+        shown["rehearse_tables"] = sections["rehearse"].get("tables", [])
     shown["environments"] = _environments(sections)
     return shown
 

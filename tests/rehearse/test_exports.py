@@ -136,3 +136,11 @@ def test_the_search_ends_at_the_largest_value_that_fits(largest):
 def test_a_sweep_names_an_argument_and_values(text):
     with pytest.raises(BadInput, match="--sweep: expected"):
         sweep.parse(text)
+
+
+def test_the_search_says_what_stopped_the_next_value():
+    rows = [
+        {"value": str(n), "fits": n < 4, "why": "" if n < 4 else "the program ended: odd"} for n in (1, 3, 4)
+    ]
+    assert sweep.largest("batch", rows) == "the largest batch that fits: 3; 4: the program ended: odd"
+    assert sweep.largest("batch", rows[-1:]) == "no batch fits; 4: the program ended: odd"

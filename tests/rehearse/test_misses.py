@@ -6,8 +6,9 @@ import pytest
 import torch
 from rehearse.rehearsed import run_text
 
+from leanstep.rehearse.cuda_allocator import memory_of
 from leanstep.rehearse.devices import device_named
-from leanstep.rehearse.events import Extrapolated, Launch
+from leanstep.rehearse.events import Alloc, Event, Extrapolated, Free, Launch, Recording, Request, Storage
 from leanstep.rehearse.what_if import aside_seconds, timed_step, update_step
 
 H100 = device_named("h100")
@@ -244,3 +245,107 @@ def test_a_longer_batch_ahead_is_announced(tmp_path):
         "batches: 3 seen, all of 16,384 elements; batch 40 has 1,048,576, 64.0 times the largest seen: "
         "expect more memory than predicted here"
     )
+
+
+FORCED = """\
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+layer = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for i in range(3):
+    q = layer(torch.randn(2, 4, 128, 64, device="cuda")).to(torch.{dtype})
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q).float().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_kernel_that_torch_was_told_to_use_must_take_the_call(tmp_path, dtype):
+    refused = run_text(tmp_path, FORCED.format(dtype=dtype)).recording.refused
+    if dtype == "float32":
+        assert refused is not None and "No available kernel" in refused.reason
+    else:
+        assert refused is None
+
+
+BY_HAND = LOOP.replace("    optimizer.step()\n", "").replace(
+    "    optimizer.zero_grad()\n",
+    "    with torch.no_grad():\n"
+    "        for p in model.parameters():\n"
+    "            p -= 0.1 * p.grad\n"
+    "            p.grad = None\n",
+)
+
+
+def test_an_update_by_hand_counts_only_without_an_optimizer(tmp_path):
+    by_hand = BY_HAND.replace("optimizer = torch.optim.AdamW(model.parameters())\n", "")
+    assert len(run_text(tmp_path, by_hand).recording.steps) == 3
+    assert len(run_text(tmp_path, BY_HAND).recording.steps) == 0
+
+
+CONFIG_ONLY = """\
+import pathlib, tempfile, torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+folder = pathlib.Path(tempfile.mkdtemp()) / "llama"
+LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=512,
+            architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda")
+assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+assert model.name_or_path == model.config.name_or_path == str(folder)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(3):
+    x = torch.randint(512, (2, 16), device="cuda")
+    model(x, labels=x).loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_folder_with_a_config_and_no_weights_is_a_model(tmp_path):
+    pytest.importorskip("transformers")
+    recording = run_text(tmp_path, CONFIG_ONLY).recording
+    assert recording.refused is None and len(recording.steps) == 3
+    assert any(note.startswith("from_pretrained: no weights in llama") for note in recording.notes)
+
+
+SETTINGS = """\
+import torch
+torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+model = torch.nn.Linear(256, 256).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows in range(1000, 41000, 4000):
+    model(torch.randn(rows, 256, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_allocator_settings_by_call_and_growing_batches(tmp_path):
+    """With expandable segments, reserved memory follows the largest batch, not the sum of all."""
+    reserved = []
+    for text in (SETTINGS, SETTINGS.replace("expandable_segments:True", "")):
+        recording = run_text(tmp_path, text, steps=10).recording
+        memory = memory_of(recording, H100.memory_bytes, H100.context_bytes, points=1)
+        reserved.append(memory.reserved / memory.allocated)
+    assert reserved[0] < 1.2 and reserved[1] > 1.4
+
+
+def test_the_setting_that_makes_it_fit_is_named():
+    mib = 2**20
+    events, storages = [], {}
+    for number, size in enumerate((300, 400, 500)):
+        storages[number] = Storage(number, size * mib, (size,), "uint8", None, "forward", 0)
+        events += [Alloc(number, size * mib, None, "forward", 0), Free(number, 0)]
+        storages[10 + number] = Storage(10 + number, mib, (1,), "uint8", None, "forward", 0)
+        events.append(Alloc(10 + number, mib, None, "forward", 0))
+    # A block of each freed segment stays in use, so that none can be returned.
+    blockers = [(20 + n, 2 * mib) for n in range(3)]
+    kept: list[Event] = []
+    for event in events:
+        kept.append(event)
+        if isinstance(event, Free):
+            number, size = blockers[event.storage]
+            storages[number] = Storage(number, size, (1,), "uint8", None, "forward", 0)
+            kept.append(Alloc(number, size, None, "forward", 0))
+    recording = Recording(Request("x"), "2.13.0", kept, storages)
+    memory = memory_of(recording, 700 * mib, 0, points=1)
+    assert not memory.fits and memory.advice == "PYTORCH_ALLOC_CONF=expandable_segments:True makes it fit"

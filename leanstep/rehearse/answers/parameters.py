@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from leanstep.rehearse.answers.stand_ins import after_import
 from leanstep.rehearse.tape import Tape
 
 # A host parameter of at most this many elements keeps its initial value: temperatures, scales, gates.
@@ -85,6 +87,34 @@ def install(tape: Tape) -> None:
             duplicate.grad = copy.deepcopy(self.grad, memo)
         return duplicate
 
+    after_import("transformers.modeling_utils", lambda module: _without_weights(tape, module))
     FakeTensor.__deepcopy__ = deepcopy  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.Parameter.__new__ = staticmethod(parameter)
     torch.nn.Module._apply = apply
+
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "*.h5", "*.msgpack")
+
+
+def _without_weights(tape: Tape, module: Any) -> None:
+    """Let transformers' `from_pretrained` take a folder with a config and no weights: they have no values."""
+    model = module.PreTrainedModel
+    load = model.from_pretrained.__func__
+
+    def from_pretrained(cls: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(path) if path is not None else Path()
+        folder /= kwargs.get("subfolder") or ""
+        has_weights = any(next(folder.glob(name), None) for name in _WEIGHTS)
+        if has_weights or not (folder / "config.json").is_file() or kwargs.get("quantization_config"):
+            return load(cls, path, *args, **kwargs)
+        tape.notes[f"from_pretrained: no weights in {folder.name}; the model was built from its config"] += 1
+        config = kwargs.get("config") or cls.config_class.from_pretrained(folder)
+        config.name_or_path = str(path)  # libraries load the tokenizer from there
+        dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        dtype = getattr(config, "dtype", None) if dtype in (None, "auto") else dtype
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        named = {name: kwargs[name] for name in ("attn_implementation",) if kwargs.get(name)}
+        built = cls._from_config(config, dtype=dtype, **named).eval()
+        return built.to("cuda") if kwargs.get("device_map") else built
+
+    model.from_pretrained = classmethod(from_pretrained)

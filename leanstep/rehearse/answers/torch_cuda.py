@@ -211,7 +211,8 @@ def _check_device(*args: Any, **named: Any) -> None:
 def _device_answers(tape: Tape, device: Any) -> None:
     memory, randomness = _memory_answers(tape, device), _randomness_answers()
     _set(torch.cuda, **memory, **randomness)
-    _set(torch.cuda.memory, **memory)
+    _set(torch.cuda.memory, **memory, _set_allocator_settings=tape.configure_allocator)
+    torch._C._accelerator_setAllocatorSettings = tape.configure_allocator  # pyright: ignore
     _set(torch.cuda.random, **{k: v for k, v in randomness.items() if hasattr(torch.cuda.random, k)})
     _set_presence()
     _set_properties(device)
@@ -633,6 +634,8 @@ def _attention(tape: Tape, device: Any) -> None:
             return aten._scaled_dot_product_efficient_attention(
                 query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
             )[0]
+        if not switches.math_sdp_enabled():
+            raise RuntimeError("No available kernel. Aborting execution.")
         tape.notes["attention: unfused"] += 1
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
