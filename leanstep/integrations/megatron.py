@@ -247,7 +247,8 @@ def output_processor(
     def placed(values: Tensor) -> Tensor:
         return values.new_zeros(mask.numel()).index_copy(0, rows, values).view(mask.T.shape).T
 
-    return LogProbs(*(None if values is None else placed(values) for values in out))
+    entropy = None if out.entropy is None else placed(out.entropy)
+    return LogProbs(placed(out.logp), entropy, placed(out.lse), placed(out.argmax))
 
 
 class HiddenOutput:
