@@ -21,7 +21,7 @@ ALLOWED = {
     "diagnose": {"tape", "flops", "files", "units", "escape", "extras"},
     "prove": {"units", "measure", "diagnose", "tape", "files", "cpu"},
     # The user's script: runs below every command that watches it.
-    "tape": {"files", "cpu", "escape", "units"},
+    "tape": {"files", "flops", "cpu", "escape", "units"},
     "fix": {"diagnose", "prove", "tape", "files", "extras"},
     "report": {"escape", "measure", "diagnose", "rehearse", "files", "units", "extras"},
     "rehearse": {"units", "cpu", "tape", "flops", "files"},

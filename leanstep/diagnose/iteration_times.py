@@ -101,12 +101,12 @@ class IterationClock:
 
 def amounts(marks: Sequence[Mark], recorded: RecordedStep, step: Step) -> dict[str, tuple[int, int, int]]:
     """Return ops, FLOPs and written bytes of each phase of a step."""
-    found: dict[str, tuple[int, int, int]] = {}
+    by_phase: dict[str, tuple[int, int, int]] = {}
     for phase, first, last in spans(marks, recorded.start, recorded.end):
         ops, flops, written = step.amount(first.event, last.event)
-        before = found.get(phase, (0, 0, 0))
-        found[phase] = (before[0] + ops, before[1] + flops, before[2] + written)
-    return found
+        before = by_phase.get(phase, (0, 0, 0))
+        by_phase[phase] = (before[0] + ops, before[1] + flops, before[2] + written)
+    return by_phase
 
 
 def totals(

@@ -505,13 +505,13 @@ class Watch(StepListener, PhaseListener):
         """Return the findings so far, most expensive first; the list prints one line each."""
         if self._findings is not None and self._stackless:
             return self._findings
-        found = find(self.steps, self.limits)
-        found, self.compiled = compiled.after_compiler(found, self._compiler, self.limits)
+        findings = find(self.steps, self.limits)
+        findings, self.compiled = compiled.after_compiler(findings, self._compiler, self.limits)
         calibration = self._calibration or cost.calibrate()
         rollout = next((p.seconds for p in self.phases if p.phase == ROLLOUT), None)
         self._findings = Findings(
             cost.price(
-                found,
+                findings,
                 self.steps,
                 self.step_seconds,
                 calibration,

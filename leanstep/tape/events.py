@@ -219,10 +219,10 @@ class Tape:
     def _value(self, value: Any) -> Any:
         if type(value) is not tuple:
             return value
-        if value and value[0] is TENSOR:
-            return TensorInfo(*value[1:5], self.layouts[value[5]])
-        if value and value[0] is HELD:
-            return Held(*value[1:5], self.layouts[value[5]])
+        if value and (value[0] is TENSOR or value[0] is HELD):
+            mark, first, second, third, fourth, layout = value
+            record = TensorInfo if mark is TENSOR else Held
+            return record(first, second, third, fourth, self.layouts[layout])
         return self._values(value)
 
     def drop_before(self, first: int) -> None:

@@ -69,7 +69,7 @@ storage_of: Callable[[Tensor], int] = getattr(
 )
 # Smaller saved tensors have no line.
 MIN_SAVED_BYTES = 4096
-# Outputs of at least this size may dominate the step's memory.
+# For outputs of at least this size it is known whether a custom Function wrote them.
 LARGE_BYTES = 16 * 1024
 # The output rows of matmuls at least this many times wider than their input are compared with zero.
 WIDE_RATIO = 2
@@ -151,6 +151,8 @@ class Recorder:
         # Leaves that require a gradient -> the line that used them last for the first time in a step.
         self._first_uses: dict[int, Site] = {}
         self._used: set[int] = set()
+        # Whether functions that led to an op include the forward of a `torch.autograd.Function`.
+        self._in_function: dict[tuple[int, ...], bool] = {}
         # Weights and casts of weights.
         self._weights: set[int] = set()
         # Node of a wide matmul -> the shape of its output.
@@ -287,24 +289,24 @@ class Recorder:
         frame = sys._getframe(2)
         site, flags = self.stack.locate(frame, node is not None or nodes.current_node is None)
         grad, direct = _grad_enabled(), site is not None
-        made, leaf, chain = -1, 0, ()
+        node_number, leaf, chain = -1, 0, ()
         created = grad and (number != self._last_number if number >= 0 else _any_requires_grad(args))
         if node is not None or (nodes.current_node is None and flags & IN_ENGINE):
             self._in_backward = True
             phase = RECOMPUTE if direct and flags & IN_CHECKPOINT else BACKWARD
             if phase is RECOMPUTE:
-                made = number - 1 if created else -1
+                node_number = number - 1 if created else -1
             elif node is not None:
-                made = node._sequence_nr()
-                if made == ACCUMULATE_GRAD:
-                    made, leaf = -1, self._leaf_of(node)
+                node_number = node._sequence_nr()
+                if node_number == ACCUMULATE_GRAD:
+                    node_number, leaf = -1, self._leaf_of(node)
             if site is None:
-                site = self._first_uses.get(leaf, UNKNOWN) if leaf else self._nodes.site_of(made)
+                site = self._first_uses.get(leaf, UNKNOWN) if leaf else self._nodes.site_of(node_number)
         else:
             if self._in_backward:
                 self._end_backward()
             if created:
-                made, self.model_seen = number - 1, True
+                node_number, self.model_seen = number - 1, True
             phase = self._phase(flags, created, frame)
             if phase is FORWARD and not grad:
                 chain = self.stack.chain(frame)
@@ -339,15 +341,18 @@ class Recorder:
         read = self._op_read(op, args, kwargs, flags) if op.maybe_read else ""
         events = self.tape.events
         if op.matmul is not None:
-            self._look_at_rows(op.matmul, args, described, outs, made, direct, phase, flags, out)
+            self._look_at_rows(op.matmul, args, described, outs, node_number, direct, phase, flags, out)
         elif op.name == "_to_copy" and phase is not OPTIMIZER and self._is_known_weight(described[0]):
             self._weights.add(outs[0][1])
         if not grad and phase is FORWARD and outs and kind in _TENSORS and out.nbytes >= LARGE_BYTES:
-            if _in_autograd_function():
+            in_function = self._in_function.get(chain)
+            if in_function is None:
+                in_function = self._in_function[chain] = _in_autograd_function()
+            if in_function:
                 flags |= IN_FUNCTION
         events.append(
             (OP, op.name, self._site(site), phase, direct, described, named, outs,
-             made, leaf, grad, flags, chain, read, None)
+             node_number, leaf, grad, flags, chain, read, None)
         )  # fmt: skip
 
     def _says_nothing(self, op: _Op, args: tuple[Any, ...], node: Any, number: int) -> bool:
@@ -430,7 +435,7 @@ class Recorder:
         args: tuple[Any, ...],
         described: tuple[Any, ...],
         outs: tuple[Any, ...],
-        made: int,
+        node_number: int,
         direct: bool,
         phase: str,
         flags: int,
@@ -449,14 +454,14 @@ class Recorder:
             if not weight[2] and first.ndim == 2 and type(gradient) is tuple:
                 self._count_zero_rows(first)
         elif direct:
-            if made >= 0 and out.shape[-1] >= WIDE_RATIO * first.shape[-1]:
-                self._wide[made] = tuple(out.shape)
-        elif made in self._wide:
-            shape = self._wide[made]
+            if node_number >= 0 and out.shape[-1] >= WIDE_RATIO * first.shape[-1]:
+                self._wide[node_number] = tuple(out.shape)
+        elif node_number in self._wide:
+            shape = self._wide[node_number]
             for position, operand in zip(positions, (first, second), strict=True):
                 gradient = _rows_of_gradient(operand, shape)
                 if gradient is not None and not self._is_known_weight(described[position]):
-                    del self._wide[made]
+                    del self._wide[node_number]
                     self._count_zero_rows(gradient)
                     return
 
@@ -541,10 +546,10 @@ class Recorder:
         """Mark the last nodes of the graphs that a backward is about to go through."""
         mark = _Mark()
         losses = losses if isinstance(losses, (list, tuple)) else (losses,)
-        found = [node for node in (getattr(loss, "grad_fn", None) for loss in losses) if node is not None]
-        for node in found:
+        last = [node for node in (getattr(loss, "grad_fn", None) for loss in losses) if node is not None]
+        for node in last:
             node.metadata[_KEY] = mark
-        if not found:
+        if not last:
             return None
         self._num_storages = number = self._num_storages + 1
         self._graphs[number] = weakref.ref(mark, functools.partial(self._on_graph_freed, number))
@@ -712,13 +717,13 @@ def in_engine() -> bool:
 
 
 def _tensors_of(args: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for arg in args:
         if isinstance(arg, Tensor):
-            found.append(arg)
+            tensors.append(arg)
         elif isinstance(arg, (list, tuple)):
-            found += [item for item in arg if isinstance(item, Tensor)]
-    return found
+            tensors += [item for item in arg if isinstance(item, Tensor)]
+    return tensors
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from leanstep.diagnose.findings import Finding
-from leanstep.diagnose.rules import Limits
 from torch import nn
 
 from leanstep import diagnose
+from leanstep.diagnose.findings import Finding
+from leanstep.diagnose.rules import Limits
 
 WIDTH, WORDS = 16, 512
 SMALL = Limits({"no-grad-vocab": {"bytes": 1024}, "full-vocab": {"bytes": 1024}})

@@ -151,12 +151,12 @@ class TraceRun:
                 idle_us = sum(gap.length for gap in gaps)
                 self._idle(number, gaps[0].start, "launch", where, phase, launches[number][phase], idle_us,
                            self._launched_by(gaps))  # fmt: skip
-        pauses = [dict(found) for found in self._pauses]
+        pauses = [dict(idle) for idle in self._pauses]
         if len(pauses) > 1 and not pauses[0]:
             # The time before the first step is not in the trace.
             pauses[0] = pauses[1]
-        for number, found in enumerate(pauses):
-            for line_, (idle_us, by) in found.items():
+        for number, idle in enumerate(pauses):
+            for line_, (idle_us, by) in idle.items():
                 self._idle(number, 0.0, "pause", line_, FORWARD, by.total(), idle_us, by)
 
     def _idle(
@@ -268,7 +268,7 @@ class TraceRun:
         if removes == "wide tensors":
             widths = [step.heads.width for step in self.steps]
             spent = zip(self.events.wide, widths, strict=True)
-            return [found.get((line, width), 0.0) for found, width in spent]
+            return [by_line.get((line, width), 0.0) for by_line, width in spent]
         kind = {"reads": "wait", "strided": "layout"}.get(removes or "", "op")
         return [busy.get((kind, line), 0.0) for busy in self.events.busy]
 

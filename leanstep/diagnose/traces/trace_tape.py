@@ -92,9 +92,9 @@ class TraceTape:
     def tape(self) -> Tape:
         """Return the events so far as a tape with one span for each step."""
         tape = Tape(has_storages=False)
-        for found, (low, high) in zip(self._steps, self.timeline.windows, strict=True):
+        for step, (low, high) in zip(self._steps, self.timeline.windows, strict=True):
             first = tape.count
-            tape.events += [event for _, event in sorted(found, key=lambda entry: entry[0])]
+            tape.events += [event for _, event in sorted(step, key=lambda entry: entry[0])]
             tape.steps.append(StepSpan(first, tape.count, seconds=(high - low) / 1e6))
         return tape
 
@@ -208,12 +208,12 @@ class TraceTape:
         detail = self.timeline.trace.detail[index]
         if not detail:
             return []
-        found = self._tensors.get(detail)
-        if found is None:
-            found = self._tensors[detail] = Tensors(shape_of(self.timeline.trace, index))
+        tensors = self._tensors.get(detail)
+        if tensors is None:
+            tensors = self._tensors[detail] = Tensors(shape_of(self.timeline.trace, index))
         return [
             TensorInfo(NO_STORAGE, 0, -1, 0, self._layout(tuple(dims), tuple(strides), DTYPES[kind]))
-            for dims, strides, kind in zip(found.dims, found.strides, found.types, strict=True)
+            for dims, strides, kind in zip(tensors.dims, tensors.strides, tensors.types, strict=True)
         ]
 
     def _layout(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
@@ -281,15 +281,15 @@ class TraceTape:
     def _add_saved(self, number: int) -> None:
         """Add what autograd saves of the inputs of ops over columns; without a backward, all of it."""
         line = self.timeline
-        found = self._saved[number]
+        inputs = self._saved[number]
         has_backward = any(event.phase == BACKWARD for _, event in self._steps[number])
-        again = {site for _, site, _, phase, _ in found if phase == RECOMPUTE}
-        for start, site, name, phase, tensor in found:
+        again = {site for _, site, _, phase, _ in inputs if phase == RECOMPUTE}
+        for start, site, name, phase, tensor in inputs:
             # Tensors that a checkpoint recomputes were not saved the first time.
             if (has_backward and name not in _KEPT_RESULTS) or (phase == FORWARD and site in again):
                 continue
-            kept = tensor._replace(storage=self._new_storage())
-            self.add(number, start, Event(SAVE, "", site, FORWARD, True, (kept,)))
+            saved = tensor._replace(storage=self._new_storage())
+            self.add(number, start, Event(SAVE, "", site, FORWARD, True, (saved,)))
         assert line is self.timeline
 
     # Reads and waits
