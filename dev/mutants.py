@@ -1,38 +1,39 @@
 """Change one operator, constant or condition at a time: does `make test` notice?
 
-    python dev/mutants.py --out results/mutants.jsonl      draw, run, append one line per mutant
-    python dev/mutants.py --list                           only list them
-    python dev/mutants.py --only heads                     mutants of one group
+    python dev/mutants.py                  what results/mutants.jsonl does not have; appends to it
+    python dev/mutants.py --list           only list them
+    python dev/mutants.py --only heads     mutants of one group
 
-Every place of the listed functions where a listed operator applies is a candidate; a fixed seed draws `PER_GROUP` of
-each group. A mutant is one changed file in a copy of the clone. The tests that `make test` selects from the group's
-folders run on it, then, if all pass, the others of these folders. EQUIVALENT gives reasons for mutants that cannot
-matter.
+Every place of the listed functions where a listed operator applies is a candidate; a fixed seed draws
+`PER_GROUP` of each group. A mutant is one changed file in a copy of the clone. The tests that `make test`
+selects from the group's folder run on it; where all pass, the other tests of the folder follow when every
+mutant had its turn. REASONS says why a mutant may survive.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import concurrent.futures
 import json
+import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results" / "mutants.jsonl"
 SEED, PER_GROUP = 50, 15
 # A test that takes longer hangs: the mutant is killed.
 TIMEOUT_S = 120
-# group -> modules (all their functions, or those that are named), folders and files of tests.
+# group -> modules (all their functions, or those that are named), folder of tests.
 GROUPS: dict[str, tuple[dict[str, str], str]] = {
     "heads": (
         {
@@ -70,8 +71,8 @@ COMPARED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!="
 COMPARED |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Pow: "*"}
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "amax": "amin", "amin": "amax"}
-# Mutant's name -> why the change cannot matter.
-EQUIVALENT: dict[str, str] = {}
+# Name of a survivor -> why no test needs to notice the change.
+REASONS: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        return f"{self.file} {self.function} {self.rule}: {self.old} -> {self.new}"
+        return f"{self.file}:{self.line} {self.function}, {self.rule}: {self.old} -> {self.new}"
 
 
 class Finder(ast.NodeVisitor):
@@ -196,70 +197,66 @@ def drawn(only: str = "") -> list[Mutant]:
     chosen = []
     for group, (modules, _) in GROUPS.items():
         found = [
-            m for module, wanted in modules.items() for m in Finder(group, f"leanstep/{module}.py", wanted).mutants
+            m
+            for module, wanted in modules.items()
+            for m in Finder(group, f"leanstep/{module}.py", wanted).mutants
         ]
-        chosen += sorted(random.Random(f"{SEED} {group}").sample(found, PER_GROUP), key=lambda m: (m.file, m.start))
+        chosen += sorted(
+            random.Random(f"{SEED} {group}").sample(found, PER_GROUP), key=lambda m: (m.file, m.start)
+        )
     return [m for m in chosen if only in m.group]
 
 
-class Copies:
-    """Copies of the clone, one per thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.local = folder, threading.local()
-
-    def get(self) -> Path:
-        if not hasattr(self.local, "path"):
-            self.local.path = self.folder / f"copy-{threading.get_ident()}"
-            files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-            for name in filter(None, files.decode().split("\0")):
-                target = self.local.path / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if (ROOT / name).exists():
-                    shutil.copy2(ROOT / name, target)
-        return self.local.path
-
-
-def judge(mutant: Mutant, copies: Copies) -> dict:
-    """Run the tests on one mutant: killed by `make test`, by `make test-all` only, or by nothing."""
-    copy = copies.get()
+def judge(task: tuple[Mutant, str, Path]) -> tuple[Mutant, str, str | None]:
+    """Run a selection of the group's tests on one mutant, in this worker's copy of the clone."""
+    mutant, selection, folder = task
+    copy = folder / str(os.getpid())
+    if not copy.exists():
+        files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+        for name in filter(None, files.decode().split("\0")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
     path, original = copy / mutant.file, (ROOT / mutant.file).read_bytes()
     path.write_bytes(original[: mutant.start] + mutant.new.encode() + original[mutant.stop :])
+    # Bytecode is known by its source's length and second of change, which two mutants may share.
+    shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
     try:
-        row = {"mutant": mutant.name, "line": mutant.line, "group": mutant.group, "killed": None, "by": None}
-        for make, selection in (("test", "quick"), ("test-all", "not quick")):
-            failed = first_failure(copy, GROUPS[mutant.group][1], selection)
-            if failed:
-                return row | {"killed": make, "by": failed}
-        return row | {"why": EQUIVALENT.get(mutant.name)}
+        return mutant, selection, first_failure(copy, GROUPS[mutant.group][1], selection)
     finally:
         path.write_bytes(original)
+        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
 
 
 def first_failure(copy: Path, tests: str, selection: str) -> str | None:
     """Return the first line of what failed, None if every test passed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", selection, "-p", "no:cacheprovider"]
-    # The same length and second of change would let Python load the unchanged file's bytecode.
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [*command, "-o", f"timeout={TIMEOUT_S}", *tests.split()],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    log = copy.with_suffix(".log")
+    child = os.fork()
+    if not child:
+        os.setsid()
+        descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.chdir(copy)
+        os.environ["PYTHONPATH"] = str(copy)
+        sys.path.insert(0, str(copy))
+        options = ["-x", "-q", "-m", selection, "-p", "no:cacheprovider", "-o", f"timeout={TIMEOUT_S}"]
+        try:
+            code = pytest.main([*options, *tests.split()])
+            sys.stdout.flush()
+        finally:
+            os._exit(int(code))
+    deadline = time.monotonic() + 15 * TIMEOUT_S
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(0.02)
     # 5: nothing selected.
-    if done.returncode in (0, 5):
+    if os.waitstatus_to_exitcode(ended[1]) in (0, 5):
         return None
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return lines[0][:200] if lines else (done.stdout + done.stderr).strip()[-200:]
-
-
-def rows_of(mutants: list[Mutant], jobs: int) -> Iterator[dict]:
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        copies = Copies(Path(folder))
-        yield from pool.map(lambda mutant: judge(mutant, copies), mutants)
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), (lines or ["killed"])[-1])[
+        :200
+    ]
 
 
 def main() -> int:
@@ -267,23 +264,47 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--only", default="", help="groups whose name contains this")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     mutants = drawn(options.only)
     if options.list:
         for mutant in mutants:
-            print(f"{mutant.file}:{mutant.line} {mutant.name}")
+            print(mutant.name)
         return 0
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    judged = {(row["mutant"], row["selection"]): row["failed"] for row in rows}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        multiprocessing.get_context("fork").Pool(options.jobs) as pool,
+    ):
+        for selection in ("quick", "not quick"):
+            # A mutant that failed one selection needs no other.
+            left = [m for m in mutants if not any(judged.get((m.name, s)) for s in ("quick", "not quick"))]
+            tasks = [(m, selection, Path(folder)) for m in left if (m.name, selection) not in judged]
+            for mutant, _, failed in pool.imap_unordered(judge, tasks):
+                judged[mutant.name, selection] = failed
+                print(f"{'killed' if failed else 'SURVIVED':9} {selection:10} {mutant.name}", flush=True)
+                row = {"mutant": mutant.name, "selection": selection, "failed": failed}
+                with RESULTS.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
     counts: Counter[str] = Counter()
-    for row in rows_of(mutants, options.jobs):
-        counts[row["killed"] or "survived"] += 1
-        print(f"{row['killed'] or 'SURVIVED':9} {row['mutant']}", flush=True)
-        if options.out:
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-    print(", ".join(f"{name}: {number}" for name, number in counts.items()), f"of {len(mutants)}")
+    for mutant in mutants:
+        by = [s for s in ("quick", "not quick") if judged.get((mutant.name, s))]
+        counts[
+            {"quick": "killed by make test", "not quick": "killed only by make test-all"}[by[0]]
+            if by
+            else "survived"
+        ] += 1
+        if not by:
+            print(f"{mutant.name}: {REASONS.get(mutant.name, 'no reason')}")
+    print(f"{len(mutants)} mutants:", ", ".join(f"{number} {name}" for name, number in counts.items()))
     return 0
 
 
 if __name__ == "__main__":
+    # Imported once and forked for each run: seconds each. The variables are those of `make test`.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import hypothesis  # noqa: F401
+    import pytest
+    import torch.distributed.tensor  # noqa: F401
+
     sys.exit(main())

@@ -22,7 +22,6 @@ if _capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 import gc
 import importlib.util
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`make test` does not import the files of which it runs nothing: transformers alone takes seconds."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    return True if config.option.markexpr == "quick" and is_test and not costs.has_quick(collection_path) else None
+    return (
+        True
+        if config.option.markexpr == "quick" and is_test and not costs.has_quick(collection_path)
+        else None
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,27 +89,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-# Programs and forks of this process; the hook cannot be removed, so there is one.
-_started: list[str] = []
-
-
-def _note_process(event: str, arguments: tuple) -> None:
-    # A C++ compiler runs once per machine.
-    compiles = event == "subprocess.Popen" and {"--version", "-shared"} & set(map(str, arguments[1]))
-    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn") and not compiles:
-        _started.append(f"{event}{arguments[:2]}"[:200])
-
-
-sys.addaudithook(_note_process)
-
-
 @pytest.fixture(autouse=True)
 def processes_have_a_name(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that starts a process although `costs` sees none."""
-    _started.clear()
+    costs.started.clear()
     yield
-    if _started and not any(request.node.get_closest_marker(name) for name in costs.STARTERS):
-        pytest.fail(f"starts a process: tests/costs.py should list a name for it under `process`: {_started[0]}")
+    if costs.started and not any(request.node.get_closest_marker(name) for name in costs.STARTERS):
+        pytest.fail(f"starts a process; tests/costs.py needs a name for it: {costs.started[0]}")
 
 
 @pytest.fixture(autouse=True)

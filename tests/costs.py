@@ -1,9 +1,9 @@
 """What a test costs, read from its source: nobody marks a test by hand.
 
-The names that a test uses are those in its body, in the fixtures that it takes and in the functions of `tests/` that
-these call: variables, dotted names, imports, strings. `NAMES` says what they cost. `make test` selects `quick`: the
-tests without a cost, and `SMOKE`, at least one test per cost and per command. A quick test that starts a process all
-the same fails (tests/conftest.py): the name behind it is missing below.
+The names that a test uses are those in its body, in the fixtures that it takes and in the functions of
+`tests/` that these call: variables, dotted names, imports, strings. `NAMES` says what they cost. `make test`
+selects `quick`: the tests without a cost, and `SMOKE`, at least one test per cost and per command. Tests
+that start a process although no name says so fail (tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -35,21 +36,73 @@ COMMANDS = {"prove", "bench", "rehearse", "demo", "fix"}
 BY_FILE = ("hf", "interpreter")
 # Costs of which processes are a part.
 STARTERS = ("process", "ranks", "browser", "compile")
+# Programs and forks of this process since the test began.
+started: list[str] = []
 # Tests that `make test` runs whatever they cost: files, functions or single cases.
-SMOKE: tuple[str, ...] = ()
+SMOKE = (
+    # Commands: one real process each for exit codes and signals, the rest forked from the session.
+    "tests/commands/test_bench_prove.py",
+    "tests/commands/test_demo.py::test_demo_writes_the_page_and_prints_the_table",
+    "tests/commands/test_diagnose.py::test_ctrl_c_from_outside",
+    "tests/commands/test_interrupt.py::test_a_signal_is_one_line_and_leaves_no_file",
+    "tests/commands/test_rehearse.py",
+    "tests/fix/test_offers.py::test_bad_input_is_one_line",
+    "tests/fix/test_offers.py::test_the_command_prints_a_diff_and_writes_it",
+    "tests/prove/test_commands.py::test_a_pair_is_proven_and_written",
+    "tests/prove/test_commands.py::test_bad_input_is_one_line",
+    "tests/prove/test_commands.py::test_cuts_from_the_command_line",
+    "tests/prove/test_commands.py::test_what_cannot_be_compared_is_one_line",
+    "tests/prove/test_difference.py",
+    "tests/prove/test_functions.py",
+    "tests/prove/test_invariance.py",
+    "tests/prove/test_stopwatch.py::test_a_pair_is_measured_in_turns",
+    # Two rehearsals that many tests look at, and those of the allocator's limit.
+    "tests/rehearse/test_out_of_memory.py",
+    "tests/rehearse/test_shadows.py",
+    "tests/rehearse/test_tape.py",
+    "tests/rehearse/test_torch_cuda.py",
+    # Ranks.
+    "tests/heads/test_parallel.py",
+    "tests/muon/test_sharded.py::test_ranks_follow_one_process",
+    "tests/test_ranks.py",
+    # Trainers.
+    "tests/integrations/test_causal_lm.py::test_values_and_gradients_equal_the_models_own_logits",
+    "tests/integrations/test_transformers.py::test_training_gives_the_stock_losses_and_weights_with_accumulation",
+    # Compiled graphs and interpreted kernels.
+    "tests/heads/test_kernels.py",
+    "tests/heads/test_linear.py::test_a_compiled_step_gives_the_numbers_of_eager_for_any_number_of_rows",
+    "tests/lens/test_loss.py::test_the_objective_compiles_into_one_graph_and_operations_do_not_grow",
+    "tests/muon/test_kernel.py",
+    "tests/muon/test_traced.py::test_momentum_and_polar",
+    "tests/browser/test_page.py::test_a_click_on_a_finding_shows_its_source_line",
+)
+
+
+def _note(event: str, arguments: tuple) -> None:
+    # A C++ compiler runs once per machine.
+    compiles = event == "subprocess.Popen" and {"--version", "-shared"} & set(map(str, arguments[1]))
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn") and not compiles:
+        started.append(f"{event}{arguments[:2]}"[:200])
+
+
+# It cannot be removed: this module is imported once.
+sys.addaudithook(_note)
 
 
 @functools.cache
 def _parsed(path: Path) -> tuple[dict[str, frozenset[str]], frozenset[str], tuple[Path, ...]]:
-    """Return what a file defines, with the names in it; the modules that it imports; those that are tests' files."""
+    """Return a file's definitions with the names in each, its imports, and the test files among these."""
     defined: dict[str, frozenset[str]] = {}
     imported: set[str] = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        imported |= _names(node, imports=True)
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             defined[node.name] = _names(node)
-        elif isinstance(node, ast.Assign):
-            defined |= {target.id: _names(node.value) for target in node.targets if isinstance(target, ast.Name)}
+            continue
+        imported |= _names(node, imports=True)
+        if isinstance(node, ast.Assign):
+            defined |= {
+                target.id: _names(node.value) for target in node.targets if isinstance(target, ast.Name)
+            }
     parts = [name.removeprefix("tests.").replace(".", "/") for name in imported]
     files = {folder / f"{part}.py" for part in parts for folder in FOLDERS} - {path}
     return defined, frozenset(imported), tuple(file for file in sorted(files) if file.exists())
