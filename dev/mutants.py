@@ -240,6 +240,7 @@ def first_failure(copy: Path, tests: str, selection: str) -> str | None:
         os.environ["PYTHONPATH"] = str(copy)
         sys.path.insert(0, str(copy))
         options = ["-x", "-q", "-m", selection, "-p", "no:cacheprovider", "-o", f"timeout={TIMEOUT_S}"]
+        code = 3
         try:
             code = pytest.main([*options, *tests.split()])
             sys.stdout.flush()
@@ -303,7 +304,6 @@ def main() -> int:
 if __name__ == "__main__":
     # Imported once and forked for each run: seconds each. The variables are those of `make test`.
     os.environ["OMP_NUM_THREADS"] = "1"
-    import hypothesis  # noqa: F401
     import pytest
     import torch.distributed.tensor  # noqa: F401
 
