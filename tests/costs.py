@@ -171,10 +171,10 @@ def modules_in(path: Path) -> frozenset[str]:
 def costs(path: Path, function: str) -> frozenset[str]:
     """Return the markers of a test."""
     used, modules = names_in(path, function), modules_in(path)
-    found = {m for m, names in NAMES.items() if used & names or (m in BY_FILE and modules & names)}
+    markers = {m for m, names in NAMES.items() if used & names or (m in BY_FILE and modules & names)}
     if "leanstep.cli" in used | modules and used & COMMANDS:
-        found.add("process")
-    return frozenset(found)
+        markers.add("process")
+    return frozenset(markers)
 
 
 def is_smoke(nodeid: str) -> bool:
