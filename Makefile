@@ -1,5 +1,8 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each makes or extends .venv by itself and
 # installs again only when pyproject.toml, constraints.txt or requirements-nodeps.txt changed.
+#
+# `make test` takes about three minutes on two cores: the tests that start no process and import no trainer, and at
+# least one of each other kind (tests/costs.py). `make test-all` runs every test, in about twelve.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -9,17 +12,21 @@ PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install 
 WORKERS := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt requirements-nodeps.txt
 
-.PHONY: demo test test-avx2 test-gpu test-pretend launched-kernels mutate-kernels bench museum lint docs dist clean
+.PHONY: demo test test-all test-avx2 test-gpu test-pretend launched-kernels mutate-kernels mutants bench museum lint docs dist clean
 
 demo: $(VENV)/.core
 	$(BIN)/leanstep demo
 
 test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m quick $(PYTEST_ARGS)
+
+test-all: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-# What depends on rounding, as on a processor without AVX-512 and without native bf16.
+# What depends on rounding, as on a processor without AVX-512 and without native bf16. The C++ passes follow torch's
+# variable, ATEN_CPU_CAPABILITY: tests/test_cpu.py asserts it.
 AVX2   := ATEN_CPU_CAPABILITY=avx2 OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
-ROUNDS := tests/heads tests/muon tests/lens tests/recipes/speedrun tests/benchmarks
+ROUNDS := tests/heads tests/muon tests/lens tests/recipes/speedrun tests/benchmarks tests/test_cpu.py
 
 test-avx2: $(VENV)/.test
 	$(AVX2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(ROUNDS) $(PYTEST_ARGS)
@@ -47,6 +54,10 @@ launched-kernels: $(VENV)/.test
 
 mutate-kernels: $(VENV)/.test
 	$(BIN)/python dev/mutate_kernels.py
+
+# Does `make test` notice changed operators, constants and conditions? Half an hour on two cores.
+mutants: $(VENV)/.test
+	$(BIN)/python dev/mutants.py
 
 # Real bugs of other projects: prove must name each one. It installs the versions that the exhibits need.
 museum: $(VENV)/.test

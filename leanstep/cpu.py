@@ -187,12 +187,15 @@ BASE_FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
-# The first set that compiles is used: glibc's vector functions if available, else scalar ones.
-FLAG_SETS = (
-    ("-march=native", "-fopenmp-simd", "-lmvec", "-lm"),
-    ("-march=native", "-fopenmp-simd", "-lm"),
-    ("-lm",),
-)
+
+
+def _flag_sets() -> tuple[tuple[str, ...], ...]:
+    """Return sets of flags, of which the first that compiles is used: with glibc's vector functions, without.
+
+    Where torch is limited to AVX2 (`ATEN_CPU_CAPABILITY=avx2`, or an older processor), so is C++.
+    """
+    march = "-march=haswell" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "-march=native"
+    return ((march, "-fopenmp-simd", "-lmvec", "-lm"), (march, "-fopenmp-simd", "-lm"), ("-lm",))
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -243,7 +246,7 @@ def build_library(
     compiler = find_compiler()
     if compiler is None:
         raise OSError("no C++ compiler (c++, g++ or clang++) found")
-    commands = [[*BASE_FLAGS, *extra] for extra in FLAG_SETS] if flag_sets is None else list(flag_sets)
+    commands = [[*BASE_FLAGS, *extra] for extra in _flag_sets()] if flag_sets is None else list(flag_sets)
     # Machines may share a home folder: code for one processor must not be loaded on another.
     content = f"{source.read_text(encoding='utf-8')}{commands}{_version(compiler)}{_processor()}"
     name = f"{source.parent.name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"

@@ -23,7 +23,9 @@ import gc
 import importlib.util
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
+import costs
 import numpy as np
 import pretended_cuda
 import pytest
@@ -53,19 +55,47 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test` does not import the files of which it runs nothing: transformers alone takes seconds."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return (
+        True
+        if config.option.markexpr == "quick" and is_test and not costs.has_quick(collection_path)
+        else None
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that launch kernels on CPU tensors need Triton's interpreter; tests/on_device has their twins."""
-    if TEST_DEVICE != "cpu":
-        skip = pytest.mark.skip(reason="runs kernels on CPU tensors in Triton's interpreter")
-        for item in items:
-            if item.get_closest_marker("interpreter"):
-                item.add_marker(skip)
+    """Mark each test by its costs, and by `quick` if `make test` runs it.
+
+    Tests that launch kernels on CPU tensors have the mark `interpreter` from their author, because they need
+    Triton's interpreter; tests/on_device has their twins for a GPU.
+    """
+    skip = pytest.mark.skip(reason="runs kernels on CPU tensors in Triton's interpreter")
+    for item in items:
+        if TEST_DEVICE != "cpu" and item.get_closest_marker("interpreter"):
+            item.add_marker(skip)
+        markers = set(costs.costs(item.path, getattr(item, "originalname", item.name)))
+        for marker in sorted(markers):
+            item.add_marker(marker)
+        if costs.is_smoke(item.nodeid) or not any(item.get_closest_marker(name) for name in costs.NAMES):
+            item.add_marker("quick")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     # Measurements collect garbage before every turn: half a second each, were all of torch looked at again.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def processes_have_a_name(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that starts a process although `costs` sees none."""
+    costs.started.clear()
+    yield
+    if costs.started and not any(request.node.get_closest_marker(name) for name in costs.STARTERS):
+        pytest.fail(f"starts a process; tests/costs.py needs a name for it: {costs.started[0]}")
 
 
 @pytest.fixture(autouse=True)

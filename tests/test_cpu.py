@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import subprocess
 import threading
 import time
@@ -63,6 +64,32 @@ def test_another_source_is_another_library(source):
     source.write_text(SOURCE.replace("42", "43"))
     cpu._load.cache_clear()
     assert cpu.load_library(source).answer() == 43 and len(built(source)) == 2
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86 processor")
+def test_code_uses_avx512_only_where_torch_does(source, monkeypatch):
+    source.write_text(
+        """\
+extern "C" int answer() {
+#if defined(__AVX512F__)
+    return 512;
+#elif defined(__AVX2__) && defined(__FMA__)
+    return 2;
+#else
+    return 0;
+#endif
+}
+"""
+    )
+    # Under `make test-avx2` this is AVX2 on every machine that has it.
+    torchs = torch.backends.cpu.get_cpu_capability()
+    if torchs in ("AVX2", "AVX512"):
+        assert cpu.load_library(source).answer() == {"AVX2": 2, "AVX512": 512}[torchs]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    # The flags are part of the name: code for AVX-512 in the same cache is not loaded.
+    cpu._load.cache_clear()
+    assert cpu.load_library(source).answer() == 2
 
 
 def test_no_compiler_is_named(source, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 
@@ -77,41 +76,6 @@ def test_kernels_get_the_operator_that_launched_them(tmp_path, form, packed):
     assert {(row["trace"], row["device"], row["median_us"]) for row in rows.values()} == {
         ("t", DEVICE[form], 4)
     }
-
-
-def test_a_convolutions_backward_is_one_row_in_the_order_of_todays_arguments(tmp_path):
-    sizes = [[32, 64, 8, 8], [32, 128, 8, 8], [128, 64, 1, 1]]  # input, gradient, weight
-    events = [operator(KINETO, "aten::cudnn_convolution_backward", 0, 50, None, sizes, ("float",) * 3)]
-    events += launched(KINETO, 1, 1, 10, 100, 6)
-    modern = operator(NEW, "aten::convolution_backward", 100, 50, 7, sizes[1::-1] + sizes[2:], ("float",) * 3)
-    inner = operator(NEW, "aten::cudnn_convolution_backward_input", 110, 20, 8, sizes[:2])
-    events += [modern, inner, *launched(NEW, 2, 2, 120, 200, 6)]
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    (row,) = trace_kernels.extract(path)
-    assert row["op"] == "aten::convolution_backward" and row["count"] == 2 and row["device"] == "unknown"
-    assert json.loads(row["dims"]) == [sizes[1], sizes[0], sizes[2]]
-
-
-def test_products_in_fp8_are_judged_and_copies_of_unknown_types_are_left_out(tmp_path):
-    load_tool("trace_kernels")
-    calibrate = load_tool("calibrate")
-    fp8 = "c10::Float8_e4m3fn"
-    table = [
-        ("aten::_scaled_mm", [[4096, 4096], [4096, 8192], [], []], [fp8, fp8, "float", "float"], "gemm", 300),
-        ("aten::copy_", [[64, 64], [64, 64], []], ["float", "c10::Float8_e8m0fnu", "Scalar"], "copy", 3),
-    ]
-    path = tmp_path / "h100__t.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, calibrate.COLUMNS)
-        writer.writeheader()
-        for op, dims, dtypes, kernel, us in table:
-            cells = ("t", DEVICE["current"], op, json.dumps(dims), json.dumps(dtypes), "[]", kernel, 1)
-            writer.writerow(dict(zip(calibrate.COLUMNS, (*cells, us, us, us, us), strict=True)))
-    (row,) = calibrate.read([path])
-    assert row.op == "_scaled_mm" and row.kernels[0].dtype == "float8"
-    # 275 GFLOP at no more than the H100's 1,979 TFLOP/s in fp8.
-    assert 139 < calibrate.predicted_us(row, calibrate.RATES["nvidia"]) < 400
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,23 @@ def test_the_kind_of_a_difference_is_named_once(tmp_path: Path, capfd, name: str
     assert "not the same update" not in out and line.count("not the same update") == 1
 
 
+def test_the_term_that_differs_is_named_among_others(tmp_path: Path, capfd):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    terms = SCRIPT.replace(
+        "    optimizer.zero_grad()\n",
+        "    center = 0.1 * logits.mean(-1).square().mean()\n"
+        "    size = 0.1 * logits.square().mean()\n"
+        "    loss = loss + center + size\n"
+        "    optimizer.zero_grad()\n",
+    )
+    before.write_text(terms, encoding="utf-8")
+    after.write_text(terms.replace("logits.square().mean()", "logits.abs().mean()"), encoding="utf-8")
+    assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
+    said = capfd.readouterr().err
+    assert "nly the term of the loss at after.py:15" in said
+    assert "differs (before.py:15" in said and "; the other 2 agree" in said
+
+
 def test_a_missing_zero_grad_is_a_stale_gradient(tmp_path: Path, capfd):
     before, after = tmp_path / "before.py", tmp_path / "after.py"
     before.write_text(SCRIPT, encoding="utf-8")

@@ -70,6 +70,17 @@ def test_a_wrong_function_is_found(name: str):
     assert words in proof.sentence()
 
 
+def test_the_given_number_of_rows_is_drawn_and_an_odd_one():
+    rows = set()
+
+    def counted(hidden, weight, labels):
+        rows.add(len(hidden))
+        return gathered(hidden, weight, labels)
+
+    assert prove_functions(plain, counted, inputs).ok
+    assert rows == {24, 23}
+
+
 DEGENERATE = {
     "softmax over one column": (
         lambda x: x[:, :1].softmax(-1),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from leanstep.rehearse.cuda_allocator import MIB, CachingAllocator, memory_of, replay
+from leanstep.rehearse.cuda_allocator import MIB, CachingAllocator, Settings, memory_of, replay
 from leanstep.rehearse.events import Alloc, Event, Free, Recording, Request, Step, Storage
 from leanstep.tape.lines import Line
 
@@ -77,6 +77,35 @@ def test_a_full_device_gives_back_empty_segments_before_it_fails():
     entries = [(1, 60 * MIB), (1, 0), (2, 80 * MIB)]
     assert replay(*log(*entries), capacity=100 * MIB).failed is None
     assert replay(*log((1, 60 * MIB), (2, 80 * MIB)), capacity=100 * MIB).failed == 1
+
+
+def test_a_request_may_fill_the_device():
+    assert replay(*log((1, 60 * MIB)), capacity=60 * MIB).failed is None
+
+
+def test_expandable_segments_return_pages_between_blocks():
+    allocator = CachingAllocator(140 * MIB, Settings(expandable=True))
+    for number in range(3):
+        assert allocator.allocate(number, 40 * MIB)
+    allocator.release(1, 40 * MIB)
+    # The pages are mapped again behind the last block; the addresses between the others stay unused.
+    assert allocator.allocate(3, 60 * MIB) and allocator.reserved == 140 * MIB
+    assert allocator.place_of(3)[2] == 120 * MIB
+
+
+def test_expandable_segments_return_pages_at_their_end():
+    allocator = CachingAllocator(80 * MIB, Settings(expandable=True))
+    assert allocator.allocate(0, 40 * MIB) and allocator.allocate(1, 40 * MIB)
+    allocator.release(1, 40 * MIB)
+    # A small tensor has a segment of its own, for which the device is full.
+    assert allocator.allocate(2, 512) and allocator.reserved == 42 * MIB
+    assert allocator.allocate(3, 20 * MIB) and allocator.reserved == 62 * MIB
+    assert allocator.place_of(3)[2] == 40 * MIB
+
+
+def test_settings_with_colons_in_their_values_are_read():
+    text = "roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:64"
+    assert Settings.read(text).max_split == 64 * MIB
 
 
 def test_any_order_of_frees_ends_with_whole_segments():
