@@ -177,9 +177,7 @@ class Recorder(StepListener):
                     if gradient is not None:
                         new = sketch(whole(gradient))
                         known[id(p)] = known[id(p)].plus(new) if id(p) in known else new
-        part.update.values += self._values.values
-        self._values.values = []
-        self._values.clear()
+        part.update.values += self._values.taken(loss)
 
     def note_draw(self, line: str) -> None:
         """Store the line of random numbers that are drawn between the first layer and a backward."""
@@ -302,6 +300,7 @@ class Recorder(StepListener):
         self._name(parameters)
         with outside_modes():
             self._note_initial(parameters)
+            self._note_options(optimizer)
             was_clipped = bool(update.clipped)
             self._keep_gradients(parameters)
             parameters = [p for p in parameters if p.grad is not None]
@@ -322,6 +321,16 @@ class Recorder(StepListener):
         if not self.captured.updates:
             for p, initial in zip(parameters, each(lambda p: sketch(whole(p)), parameters), strict=True):
                 self.captured.initial.setdefault(self._name_of(id(p)), initial)
+
+    def _note_options(self, optimizer: Optimizer) -> None:
+        update, kind = self._current().update, type(optimizer).__name__
+        for group in optimizer.param_groups:
+            options = {k: v for k, v in group.items() if k not in _NO_OPTIONS and _is_plain(v)}
+            options = {k: v if isinstance(v, tuple) else float(v) for k, v in options.items()}
+            for p in group["params"]:
+                update.options[self._name_of(id(p))] = {"optimizer": kind, **options}
+                if not p.requires_grad:
+                    update.frozen.append(self._name_of(id(p)))
 
     def _weighted(self, p: Tensor) -> Sketch:
         """Sketch the parameter's current value, with entries weighted by their gradients."""
@@ -499,6 +508,16 @@ class Recorder(StepListener):
         arrived = [self._names[key] for key in reversed(self._arrivals) if key in self._names]
         rest = [name for name in self._names.values() if name not in set(arrived)]
         return arrived + rest
+
+
+# Options of a parameter group that do not change the update.
+_NO_OPTIONS = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(each, (int, float)) for each in value)
+    return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 _UNREAD = Sketch((), "", 0.0, 0.0, 0, torch.zeros(0, dtype=torch.float64))

@@ -32,6 +32,7 @@ class Update:
         draws: a fingerprint of the random number generators when the optimizer stepped.
         gradients: after backward, before clipping.
         clipped: after clipping, if the program clips.
+        options: the optimizer's class and options, by parameter; `frozen`: parameters that need no gradient.
         changes: parameters after the step minus before it, entries weighted by `sketches.sketch`.
         parts: the gradient that each backward call added, if requested; `counts` has the token counts.
         targets: ids passed to losses and to gathers from the vocabulary; recorded together with `parts`.
@@ -50,6 +51,8 @@ class Update:
     gradients: dict[str, Sketch] = field(default_factory=dict)
     clipped: dict[str, Sketch] = field(default_factory=dict)
     changes: dict[str, Sketch] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    frozen: list[str] = field(default_factory=list)
     parts: list[dict[str, Sketch]] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -72,6 +75,8 @@ class Update:
         self.gradients = {**part.gradients, **self.gradients}
         self.clipped = {**part.clipped, **self.clipped}
         self.changes = {**part.changes, **self.changes}
+        self.options = {**part.options, **self.options}
+        self.frozen += part.frozen
         self.parts += part.parts
         self.counts += part.counts
         self.targets += part.targets
