@@ -419,6 +419,8 @@ def _of_the_values(mine: list[Value], theirs: list[Value], labels: tuple[str, st
     text = f"both compute the same values up to {last.op} at {last.line}; then {own.op} at {own.line} differs"
     if partner is None:
         return text
+    if (partner.op, partner.size) != (own.op, own.size):
+        return f"{text}, where {labels[0]} computes {partner.op} at {partner.line}"
     text += f" from {partner.line}"
     if len(partner.others) == len(own.others) and partner.others != own.others:
         return f"{text}, with other constants (a mask, weights, targets or positions)"

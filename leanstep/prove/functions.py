@@ -379,7 +379,11 @@ class _Run:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    try:
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:
+        # Functions of torch that are written in C++ have none.
+        return inspect.Signature()
 
 
 def _named(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:

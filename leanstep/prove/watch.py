@@ -169,8 +169,8 @@ def first_difference(
     """Find where `theirs` leaves `mine`: the first value that differs, computed from values in common.
 
     Values that differ and that the losses reach only through a value in common are another way to write the
-    same. Returns the last value in common, the first one behind it, and what `mine` computes there; None if
-    the losses agree.
+    same. Returns the last value in common, the first one behind it, and what `mine` computes there, by the
+    same op if possible; None if the losses agree.
     """
     own = next(iter(_leaving(theirs, mine)), None)
     if own is None:
@@ -179,7 +179,7 @@ def first_difference(
     last = theirs[own - min(value.parents)] if value.parents else None
     partners = [mine[place] for place in _leaving(mine, theirs)]
     same = [other for other in partners if other.op == value.op and other.size == value.size]
-    return last, value, next(iter(same), None)
+    return last, value, next(iter([*same, *partners]), None)
 
 
 def _leaving(values: list[Value], others: list[Value]) -> list[int]:
