@@ -28,6 +28,7 @@ class Update:
     Args:
         losses: the values that `backward()` was called on, one per call.
         tokens: number of ids passed to the largest embedding; None without an embedding or if it is compiled.
+        ids: how often each of them occurs; `read`: the same with forwards that reach no backward.
         first_input: (elements, sum) of the first layer's input.
         draws: a fingerprint of the random number generators when the optimizer stepped.
         gradients: after backward, before clipping.
@@ -45,6 +46,7 @@ class Update:
     losses: list[float] = field(default_factory=list)
     tokens: int | None = None
     ids: Counter[int] = field(default_factory=Counter)
+    read: Counter[int] = field(default_factory=Counter)
     first_input: tuple[int, float] | None = None
     draws: str = ""
     optimizer_steps: int = 0

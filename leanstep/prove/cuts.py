@@ -346,9 +346,12 @@ def _followed(weights: list[float], counts: list[dict[str, float]], groups: int)
 
 def _by_data(row: CutRow, first: list[Captured], other: list[Captured]) -> CutRow:
     """Classify gradients that differ per sample: different data, padding, randomness or neighbours."""
-    mine, theirs = (_ids([captured.updates[0] for captured in runs]) for runs in (first, other))
+    mine, theirs = (sum((captured.updates[0].ids for captured in runs), Counter()) for runs in (first, other))
     changed = [i for i in mine | theirs if mine[i] != theirs[i]]
     where = f"first at {row.parameter}, {row.distance:.2g} of the gradient"
+    read = [sum((captured.updates[0].read for captured in runs), Counter()) for runs in (first, other)]
+    if read[0] == read[1]:
+        changed = []
     if len(changed) > 1:
         return _classified(row, "order", f"{len(changed)} token ids occur a different number of times")
     if changed:
@@ -361,10 +364,3 @@ def _by_data(row: CutRow, first: list[Captured], other: list[Captured]) -> CutRo
         detail = f"the generators have different states when the optimizer steps; {where}"
         return _classified(row, "random", detail)
     return _classified(row, "mixing", f"the same tokens but different gradients; {where}")
-
-
-def _ids(updates: list[Update]) -> Counter[int]:
-    total: Counter[int] = Counter()
-    for update in updates:
-        total.update(update.ids)
-    return total

@@ -387,10 +387,10 @@ def _of_the_summands(
         odd = [(line, float(w)) for (line, _), w in zip(own, weights, strict=True) if abs(w - 1) > 1e-5]
         if not odd or len(odd) == len(own):
             continue
-        (line, weight), rest = odd[0], f", as {len(odd) - 1} more" * (len(odd) > 1)
+        (line, weight), rest = odd[0], "; so does another one" * (len(odd) > 1)
         if abs(weight) < 1e-5:
-            text = f"the term of the loss at {line} of {labels[side]} has no gradient"
-            return f"{text} in {labels[1 - side]}{rest}"
+            text = f"the term of the loss at {line} of {labels[side]} has no gradient in {labels[1 - side]}"
+            return text + "; nor has another one" * (len(odd) > 1)
         return f"the term of the loss at {line} weighs {weight:.4g} times as much in {labels[1 - side]}{rest}"
     left = [list(column) for column in columns]
     for one in columns[0]:
