@@ -129,6 +129,12 @@ class Captured:
         raise AttributeError(name)
 
 
+def same_tokens(mine: Counter[int], theirs: Counter[int]) -> bool:
+    """Return whether two scripts read the same tokens, equally often or a whole batch more often."""
+    a, b = mine.total(), theirs.total()
+    return set(mine) == set(theirs) and all(mine[i] * b == theirs[i] * a for i in mine)
+
+
 def names_by_owner(keys: set[int]) -> dict[int, str]:
     """Return the name of each parameter in the largest module that owns it, without wrapper prefixes."""
     # type(), not isinstance: isinstance would load lazy objects of other packages.

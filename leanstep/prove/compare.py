@@ -30,6 +30,7 @@ from leanstep import units
 from leanstep.measure.drift import CONFIDENCE, first_divergence, paired_shift
 from leanstep.measure.parity import FACTOR, FLOOR
 from leanstep.prove.capture import Captured, Update
+from leanstep.prove.captured import same_tokens
 from leanstep.prove.difference import CERTAIN, of_the_gradient, of_the_optimizer
 from leanstep.prove.script_jobs import Job, run_job
 from leanstep.prove.sketches import Sketch, distance
@@ -300,7 +301,7 @@ def _other_data(before: Captured, after: Captured, index: int) -> str:
     step = index + 1
     changed = {i for i in mine.ids | theirs.ids if mine.ids[i] != theirs.ids[i]}
     # One id may differ: one of the scripts may leave out the padding. One of them may detach a forward.
-    if mine.ids and theirs.ids and len(changed) > 1 and mine.read != theirs.read:
+    if mine.ids and theirs.ids and len(changed) > 1 and not same_tokens(mine.read, theirs.read):
         return (
             f"the scripts read different data: {len(changed)} token ids occur a different number of times "
             f"in step {step} ({mine.tokens:,} and {theirs.tokens:,} tokens)"

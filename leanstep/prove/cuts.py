@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from leanstep.prove.capture import Captured, Recorder, Update
+from leanstep.prove.captured import same_tokens
 from leanstep.prove.script_jobs import Job, seeded
 from leanstep.prove.sketches import Sketch
 from leanstep.prove.twin import Twin
@@ -350,7 +351,7 @@ def _by_data(row: CutRow, first: list[Captured], other: list[Captured]) -> CutRo
     changed = [i for i in mine | theirs if mine[i] != theirs[i]]
     where = f"first at {row.parameter}, {row.distance:.2g} of the gradient"
     read = [sum((captured.updates[0].read for captured in runs), Counter()) for runs in (first, other)]
-    if read[0] == read[1]:
+    if same_tokens(*read):
         changed = []
     if len(changed) > 1:
         return _classified(row, "order", f"{len(changed)} token ids occur a different number of times")

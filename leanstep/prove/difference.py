@@ -399,7 +399,7 @@ def _of_the_summands(
             left[0] = [t for t in left[0] if t is not one]
             left[1] = [t for t in left[1] if t is not partner]
     if len(left[0]) == len(left[1]) == 1 < len(columns[1]):
-        agree = f"the other {len(columns[1]) - 1} agree{'s' * (len(columns[1]) == 2)}"
+        agree = "the other one agrees" if len(columns[1]) == 2 else f"the other {len(columns[1]) - 1} agree"
         return f"only the term of the loss at {left[1][0][0]} differs ({left[0][0][0]} before); {agree}"
     return ""
 
