@@ -205,7 +205,7 @@ def _without_dropout(
     runs = [run(job) for job in jobs]
     if any(each.error is not None or len(each.updates) < step for side in runs for each in side):
         return "random", "the scripts draw different random numbers"
-    kind, text = explain(*jobs, step, runs, run, labels=labels)
+    kind, text = explain(jobs[0], jobs[1], step, runs, run, labels=labels)
     if kind not in ("rounding", "random"):
         return kind, text
     silent = [label for label, update in zip(labels, updates, strict=True) if not update.drawn]
