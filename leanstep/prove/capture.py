@@ -30,8 +30,6 @@ from leanstep.tape.hooks import replace_function, wrap_closure
 from leanstep.tape.run import Stop
 from leanstep.tape.steps import StepListener, StepMarker
 
-# Maximum number of distinct token ids in a histogram: larger than any vocabulary in use.
-_MAX_IDS = 1 << 20
 MOST_TARGETS = 1 << 16
 # First inputs that are looked at before one reaches a backward.
 MOST_INPUTS = 16
@@ -104,6 +102,7 @@ class Recorder(StepListener):
         self._clipping = 0
         self._in_backward = False
         self._before: dict[int, tuple[Sketch, Tensor | None, int | None]] = {}
+        self._scales: dict[int, float] = {}
         self._before_by_hand: dict[int, tuple[Tensor, Tensor]] = {}
         self._inside: Optimizer | None = None
 
@@ -177,9 +176,7 @@ class Recorder(StepListener):
                     if gradient is not None:
                         new = sketch(whole(gradient))
                         known[id(p)] = known[id(p)].plus(new) if id(p) in known else new
-        part.update.values += self._values.values
-        self._values.values = []
-        self._values.clear()
+        part.update.values += self._values.taken(loss)
 
     def note_draw(self, line: str) -> None:
         """Store the line of random numbers that are drawn between the first layer and a backward."""
@@ -302,12 +299,15 @@ class Recorder(StepListener):
         self._name(parameters)
         with outside_modes():
             self._note_initial(parameters)
+            self._note_options(optimizer)
             was_clipped = bool(update.clipped)
             self._keep_gradients(parameters)
             parameters = [p for p in parameters if p.grad is not None]
 
             def look(p: Tensor) -> tuple[Sketch | None, Sketch, Tensor | None]:
                 clipped = sketch(whole(p.grad)) if was_clipped and p.grad is not None else None
+                seen = clipped or update.gradients[self._name_of(id(p))]
+                self._scales[id(p)] = seen.norm / max(1, p.numel()) ** 0.5
                 return clipped, self._weighted(p), whole(p).clone() if self._full else None
 
             self._before = {}
@@ -323,11 +323,20 @@ class Recorder(StepListener):
             for p, initial in zip(parameters, each(lambda p: sketch(whole(p)), parameters), strict=True):
                 self.captured.initial.setdefault(self._name_of(id(p)), initial)
 
+    def _note_options(self, optimizer: Optimizer) -> None:
+        update, kind = self._current().update, type(optimizer).__name__
+        for group in optimizer.param_groups:
+            options = {k: v for k, v in group.items() if k not in _NO_OPTIONS and _is_plain(v)}
+            options = {k: v if isinstance(v, (tuple, bool)) else float(v) for k, v in options.items()}
+            for p in group["params"]:
+                update.options[self._name_of(id(p))] = {"optimizer": kind, **options}
+                if not p.requires_grad:
+                    update.frozen.append(self._name_of(id(p)))
+
     def _weighted(self, p: Tensor) -> Sketch:
         """Sketch the parameter's current value, with entries weighted by their gradients."""
         assert p.grad is not None
-        norm = self._current().update.gradients[self._name_of(id(p))].norm
-        return sketch(whole(p), whole(p.grad), norm / max(1, p.numel()) ** 0.5)
+        return sketch(whole(p), whole(p.grad), self._scales[id(p)])
 
     def optimizer_ends(self, optimizer: Optimizer) -> None:
         if self._inside is not optimizer:
@@ -465,11 +474,9 @@ class Recorder(StepListener):
         if embedded:
             used = [[data.value for data in read if data.reached] for read in embedded.values()]
             used = [read for read in used if read] or [[d.value for d in read] for read in embedded.values()]
-            largest = max(used, key=lambda tensors: sum(t.numel() for t in tensors))
-            ids, counts = torch.cat(largest).unique(return_counts=True)
-            update.tokens = int(counts.sum())
-            if len(ids) <= _MAX_IDS:
-                update.ids = Counter(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
+            update.ids = _histogram(used)
+            update.tokens = sum(update.ids.values())
+            update.read = _histogram([[data.value for data in read] for read in embedded.values()])
         return update
 
     def _note(self, text: str) -> None:
@@ -499,6 +506,23 @@ class Recorder(StepListener):
         arrived = [self._names[key] for key in reversed(self._arrivals) if key in self._names]
         rest = [name for name in self._names.values() if name not in set(arrived)]
         return arrived + rest
+
+
+# Options of a parameter group that do not change the update.
+_NO_OPTIONS = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(each, (int, float)) for each in value)
+    return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _histogram(embedded: list[list[Tensor]]) -> Counter[int]:
+    """Count the ids that the largest embedding reads."""
+    largest = max(embedded, key=lambda tensors: sum(t.numel() for t in tensors))
+    ids, counts = torch.cat(largest).unique(return_counts=True)
+    return Counter(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
 
 
 _UNREAD = Sketch((), "", 0.0, 0.0, 0, torch.zeros(0, dtype=torch.float64))

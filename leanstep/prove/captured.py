@@ -28,10 +28,12 @@ class Update:
     Args:
         losses: the values that `backward()` was called on, one per call.
         tokens: number of ids passed to the largest embedding; None without an embedding or if it is compiled.
+        ids: how often each of them occurs; `read`: the same with forwards that reach no backward.
         first_input: (elements, sum) of the first layer's input.
         draws: a fingerprint of the random number generators when the optimizer stepped.
         gradients: after backward, before clipping.
         clipped: after clipping, if the program clips.
+        options: the optimizer's class and options, by parameter; `frozen`: parameters that need no gradient.
         changes: parameters after the step minus before it, entries weighted by `sketches.sketch`.
         parts: the gradient that each backward call added, if requested; `counts` has the token counts.
         targets: ids passed to losses and to gathers from the vocabulary; recorded together with `parts`.
@@ -44,12 +46,15 @@ class Update:
     losses: list[float] = field(default_factory=list)
     tokens: int | None = None
     ids: Counter[int] = field(default_factory=Counter)
+    read: Counter[int] = field(default_factory=Counter)
     first_input: tuple[int, float] | None = None
     draws: str = ""
     optimizer_steps: int = 0
     gradients: dict[str, Sketch] = field(default_factory=dict)
     clipped: dict[str, Sketch] = field(default_factory=dict)
     changes: dict[str, Sketch] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    frozen: list[str] = field(default_factory=list)
     parts: list[dict[str, Sketch]] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
@@ -72,6 +77,8 @@ class Update:
         self.gradients = {**part.gradients, **self.gradients}
         self.clipped = {**part.clipped, **self.clipped}
         self.changes = {**part.changes, **self.changes}
+        self.options = {**part.options, **self.options}
+        self.frozen += part.frozen
         self.parts += part.parts
         self.counts += part.counts
         self.targets += part.targets
@@ -120,6 +127,12 @@ class Captured:
         if name in Update.__dataclass_fields__ or name in ("loss", "backward_calls"):
             return getattr(self.last, name)
         raise AttributeError(name)
+
+
+def same_tokens(mine: Counter[int], theirs: Counter[int]) -> bool:
+    """Return whether two scripts read the same tokens, equally often or a whole batch more often."""
+    a, b = mine.total(), theirs.total()
+    return set(mine) == set(theirs) and all(mine[i] * b == theirs[i] * a for i in mine)
 
 
 def names_by_owner(keys: set[int]) -> dict[int, str]:

@@ -30,6 +30,7 @@ from leanstep import units
 from leanstep.measure.drift import CONFIDENCE, first_divergence, paired_shift
 from leanstep.measure.parity import FACTOR, FLOOR
 from leanstep.prove.capture import Captured, Update
+from leanstep.prove.captured import same_tokens
 from leanstep.prove.difference import CERTAIN, of_the_gradient, of_the_optimizer
 from leanstep.prove.script_jobs import Job, run_job
 from leanstep.prove.sketches import Sketch, distance
@@ -119,7 +120,8 @@ class PairProof:
         where = "" if first.what == "loss" else f" of {first.parameter}"
         same_step = [row for row in self.failed if row.step == first.step and row.what == first.what]
         named = next((row for row in self.failed if row.what != "loss"), None)
-        more = f", {len(same_step) - 1} more parameters" if len(same_step) > 1 else ""
+        others = len(same_step) - 1
+        more = f", {others} more parameter{'s' * (others > 1)}" if others else ""
         also = ""
         if first.what == "loss" and named is not None:
             also = f"; first parameter: {named.parameter} ({named.what}, step {named.step})"
@@ -183,13 +185,11 @@ def prove_scripts(before: Job, after: Job, *, fork: bool = False, report: Any = 
         # Scripts that count different tokens may read the same data: a factor shows it.
         if proof.kind_name in CERTAIN:
             proof.problem = None
-    elif first.what != "loss" or "update" in failed:
-        proof.kind_name, proof.kind = "optimizer", of_the_optimizer(mine, theirs)
+        if proof.kind_name == "random":
+            proof.problem = f"cannot judge: {proof.kind}"
     else:
-        proof.kind_name, proof.kind = (
-            "loss",
-            "a different loss with the same gradient: a constant term, or a value used only for the log",
-        )
+        names = [row.parameter for row in proof.failed if row.step == first.step]
+        proof.kind_name, proof.kind = "optimizer", of_the_optimizer(mine, theirs, names, first.step)
     return proof
 
 
@@ -300,8 +300,8 @@ def _other_data(before: Captured, after: Captured, index: int) -> str:
     mine, theirs = before.updates[index], after.updates[index]
     step = index + 1
     changed = {i for i in mine.ids | theirs.ids if mine.ids[i] != theirs.ids[i]}
-    # One id may differ: one of the scripts may leave out the padding.
-    if mine.ids and theirs.ids and len(changed) > 1:
+    # One id may differ: one of the scripts may leave out the padding. One of them may detach a forward.
+    if mine.ids and theirs.ids and len(changed) > 1 and not same_tokens(mine.read, theirs.read):
         return (
             f"the scripts read different data: {len(changed)} token ids occur a different number of times "
             f"in step {step} ({mine.tokens:,} and {theirs.tokens:,} tokens)"
@@ -341,9 +341,15 @@ def _judge_step(
     names = sorted(renamed, key=lambda name: order.get(name, len(order)))
     rows: list[UpdateRow] = []
     noise: set[str] = set()
-    for kind in _KINDS:
+    kinds: tuple[str, ...] = _KINDS
+    if bool(plain.clipped) != bool(own.clipped):
+        # One of the scripts may clip with code of its own: what the optimizers see decides.
+        updates = tuple(replace(u, clipped={**u.gradients, **u.clipped}) for u in updates)
+        seen = _rows(step, "clipped", names, renamed, updates, before.initial, drifted, noise)
+        kinds = _KINDS[1:] if all(row.ok for row in seen) else _KINDS
+    for kind in kinds:
         rows += _rows(step, kind, names, renamed, updates, before.initial, drifted, noise)
-    gradient_error = [row.reference_error for row in rows if row.what == "gradient"]
+    gradient_error = [row.reference_error for row in rows if row.what == _WORDS[kinds[0]]]
     typical = statistics.median(gradient_error) if gradient_error else 0.0
     k = FACTOR[torch.bfloat16 if typical > HALF_ERROR else torch.float32]
     # In the first step GRPO's loss is zero except for rounding: losses are compared on a scale of at least
@@ -351,9 +357,15 @@ def _judge_step(
     scale = max(abs(exact.loss), 1.0)
     error, reference = abs(own.loss - exact.loss) / scale, abs(plain.loss - exact.loss) / scale
     bound = k * max(reference, typical) + FLOOR[torch.float32] + drifted
-    proof.rows.append(
-        UpdateRow(step, "loss", "", error, reference, bound, error <= bound, reference <= UNSURE)
-    )
+    if error > bound and rows and all(row.ok and row.sure for row in rows):
+        proof.notes.append(
+            f"step {step}: the losses differ, {plain.loss:.6g} and {own.loss:.6g}, and the gradients agree: "
+            "a scaled loss, a constant term or a value for the log"
+        )
+    else:
+        proof.rows.append(
+            UpdateRow(step, "loss", "", error, reference, bound, error <= bound, reference <= UNSURE)
+        )
     proof.rows += rows
     moved = [
         row.bound
@@ -378,9 +390,6 @@ def _rows(
     plain, own, exact = updates
     plains, owns, exacts = getattr(plain, kind), getattr(own, kind), getattr(exact, kind)
     present = [name for name in names if name in exacts and name in plains]
-    if kind == "clipped" and not owns:
-        # The other script clips with code of its own: its gradients are what the optimizer sees.
-        owns = own.gradients
     total = sum(math.prod(initial[name].shape) for name in present)
     level = math.sqrt(sum(exacts[name].norm ** 2 for name in present) / max(total, 1))
     errors: list[tuple[str, float, float, float]] = []
@@ -408,7 +417,7 @@ def _rows(
         is_precise = reference <= UNSURE * size
         # Where the script before is precise, a bound must not accept a gradient that is half wrong.
         bound = min(bound, max(size / 2, k * reference)) if kind != "changes" and is_precise else bound
-        if kind == "gradients" and size <= NOISE * floor:
+        if kind != "changes" and size <= NOISE * floor:
             noise.add(name)
         is_noise = name in noise or size <= NOISE * floor
         sure = is_noise or (bound < size and (kind == "changes" or is_precise or size < 1))
@@ -419,6 +428,11 @@ def _rows(
         )
         ok = bool(error <= bound) and not vanished
         rows.append(UpdateRow(step, _WORDS[kind], name, error, reference, bound, ok, sure or vanished))
+    for name in names if kind == "gradients" else []:
+        other = owns.get(renamed[name])
+        if name not in plains and name not in exacts and other is not None and other.norm > 0:
+            # Only the script after trains this parameter.
+            rows.append(UpdateRow(step, _WORDS[kind], name, 1.0, 0.0, 0.0, False))
     return rows
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from leanstep.prove.capture import Captured, Recorder, Update
+from leanstep.prove.captured import same_tokens
 from leanstep.prove.script_jobs import Job, seeded
 from leanstep.prove.sketches import Sketch
 from leanstep.prove.twin import Twin
@@ -39,6 +40,7 @@ KINDS = {
     "factor": "a constant factor",
     "token-weights": "a weight per micro-batch that is proportional to its tokens",
     "weights": "a weight per micro-batch",
+    "lost": "a lost gradient",
     "padding": "padding changes the gradient",
     "mixing": "samples influence each other",
     "random": "random numbers depend on how the batch is split",
@@ -229,6 +231,9 @@ def _factor_name(factor: float, first: list[Captured], other: list[Captured]) ->
         (calls * ranks, "accumulation steps x world size"),
         (1 / (calls * ranks), "1 / (accumulation steps x world size)"),
     )
+    exponent = math.log2(factor) if factor > 0 else 0.0
+    if exponent >= 8 and math.isclose(exponent, round(exponent), abs_tol=1e-6):
+        return f"{factor:.6g} = 2 ** {exponent:.0f}, a loss scale: the gradients are not unscaled"
     own = other[0].updates[0].backward_calls
     if calls == ranks == 1:
         known = (
@@ -286,6 +291,8 @@ def _by_weights(
             continue
         own = stacked(updates[0].gradients, names)
         base = least_squares(matrix, own)
+        if lost := _lost_parts(row, matrix, weights, base, whole is first):
+            return _classified(row, "lost", lost)
         row.weights = [float(w) for w in weights / base.where(base != 0, 1.0)]
         shown = ", ".join(f"{weight:.3g}" for weight in row.weights[:8])
         groups = sum(len(captured.updates[0].parts) for captured in whole)
@@ -308,6 +315,21 @@ def _by_weights(
     return None
 
 
+def _lost_parts(row: CutRow, matrix: Tensor, weights: Tensor, base: Tensor, split_is_other: bool) -> str:
+    """Say that the gradients of some backward calls do not reach the optimizer; empty if all do."""
+    split, whole = (row.cut, row.against) if split_is_other else (row.against, row.cut)
+    for values, label, why in (
+        (base, split, "zero_grad() comes between backward calls"),
+        (weights, whole, f"its optimizer steps after fewer of them than {split} makes"),
+    ):
+        small = (values.abs() <= 1e-6 * values.abs().max()) & (matrix.norm(dim=0) > 1e-6 * matrix.norm())
+        lost = [k for k, is_lost in enumerate(small, 1) if is_lost]
+        if lost and len(lost) < len(values):
+            calls = f"call{'s' * (len(lost) > 1)} {', '.join(f'{k}' for k in lost[:8])} of {len(values)}"
+            return f"{label} lacks the gradient of backward {calls}: {why}"
+    return ""
+
+
 def _followed(weights: list[float], counts: list[dict[str, float]], groups: int) -> str | None:
     """Return the count that the weights are proportional to, within each of `groups` groups; None if none."""
     shared = set(counts[0]).intersection(*counts[1:]) if counts else set()
@@ -325,9 +347,12 @@ def _followed(weights: list[float], counts: list[dict[str, float]], groups: int)
 
 def _by_data(row: CutRow, first: list[Captured], other: list[Captured]) -> CutRow:
     """Classify gradients that differ per sample: different data, padding, randomness or neighbours."""
-    mine, theirs = (_ids([captured.updates[0] for captured in runs]) for runs in (first, other))
+    mine, theirs = (sum((captured.updates[0].ids for captured in runs), Counter()) for runs in (first, other))
     changed = [i for i in mine | theirs if mine[i] != theirs[i]]
     where = f"first at {row.parameter}, {row.distance:.2g} of the gradient"
+    read = [sum((captured.updates[0].read for captured in runs), Counter()) for runs in (first, other)]
+    if same_tokens(*read):
+        changed = []
     if len(changed) > 1:
         return _classified(row, "order", f"{len(changed)} token ids occur a different number of times")
     if changed:
@@ -340,10 +365,3 @@ def _by_data(row: CutRow, first: list[Captured], other: list[Captured]) -> CutRo
         detail = f"the generators have different states when the optimizer steps; {where}"
         return _classified(row, "random", detail)
     return _classified(row, "mixing", f"the same tokens but different gradients; {where}")
-
-
-def _ids(updates: list[Update]) -> Counter[int]:
-    total: Counter[int] = Counter()
-    for update in updates:
-        total.update(update.ids)
-    return total

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,26 +35,81 @@ from leanstep.prove.watch import Value, first_difference
 SAME_DIRECTION = 1e-2
 # The fraction of two lists of targets that must agree after a shift.
 SHIFTED = 0.9
+# Weights of two fp64 runs that differ by more than this do not start from the same values.
+SAME_WEIGHTS = 1e-6
 # A gradient below this fraction of an average one is zero except for rounding, in fp64.
 NOTHING = 1e-12
 # Kinds that hold although the scripts count different tokens.
-CERTAIN = ("factor", "zero", "stale", "token-weights", "weights")
+CERTAIN = ("factor", "zero", "stale", "token-weights", "weights", "lost")
 
 Runs = Sequence[list[Captured]]
 
 
-def of_the_optimizer(before: Update, after: Update) -> str:
-    """Describe updates that differ although the gradients agree."""
+def of_the_optimizer(before: Update, after: Update, names: list[str], step: int) -> str:
+    """Describe updates of the parameters `names` that differ in a step although the gradients agree."""
     if bool(before.clipped) != bool(after.clipped):
-        return "the same gradients, but only one of the scripts clips them"
-    factor = _factor(before.changes, after.changes)
-    if factor is not None:
+        return "the same gradients, but only one of the scripts clips them before the optimizer's step"
+    clips = "the same gradients, clipped in another way"
+    names = [name for name in names if name in before.changes and name in after.changes]
+    if (
+        before.clipped
+        and (factor := _factor(before.clipped, after.clipped, list(before.clipped))) is not None
+    ):
+        if abs(factor - 1) > SAME_DIRECTION:
+            return f"{clips}: {factor:.4g} times as large, the threshold or the norm"
+    elif before.clipped:
+        return f"{clips}: not by one factor for all parameters, as its norm would"
+    others = _other_options(before, after, names)
+    if options := [text for key, text in others if key != "optimizer"]:
+        return f"the same gradients, {'; '.join(options[:3])}"
+    # Weight decay does not scale with the rest of an update.
+    free = [name for name in names if not before.options.get(name, {}).get("weight_decay")] or names
+    factor = _factor(before.changes, after.changes, free)
+    betas = next((o["betas"] for u in (before, after) for o in u.options.values() if "betas" in o), ())
+    if factor is not None and len(betas) == 2:
+        first, second = (1 - beta**step for beta in betas)
+        for missing in (first / second**0.5, second**-0.5, first):
+            for wrong, label in ((missing, "after"), (1 / missing, "before")):
+                if abs(factor / wrong - 1) <= SAME_DIRECTION < abs(factor - 1):
+                    return (
+                        f"the same gradients, an update {factor:.4g} times as large: the script {label} "
+                        f"does not correct the bias of Adam's averages (beta ** {step})"
+                    )
+    if factor is not None and abs(factor - 1) > SAME_DIRECTION:
         return f"the same gradients, an update {factor:.4g} times as large: the learning rate or its schedule"
+    if others:
+        return f"the same gradients, {others[0][1]}"
     return "the same gradients, a different update: the optimizer, its options or parameter groups"
 
 
-def _factor(mine: dict[str, Sketch], theirs: dict[str, Sketch]) -> float | None:
-    names = [name for name in mine if name in theirs]
+def _other_options(before: Update, after: Update, names: list[str]) -> list[tuple[str, str]]:
+    """Name the options of the optimizers in which the parameters `names` differ, with both values."""
+    found: dict[tuple[str, Any, Any], list[str]] = {}
+    for name in names:
+        mine, theirs = before.options.get(name, {}), after.options.get(name, {})
+        for key in mine:
+            if key in theirs and mine[key] != theirs[key]:
+                found.setdefault((key, mine[key], theirs[key]), []).append(name)
+    # A schedule computes its rate in floating point.
+    found = {
+        (key, a, b): of
+        for (key, a, b), of in found.items()
+        if not (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-9))
+    }
+    texts = []
+    for (key, a, b), of in found.items():
+        where = "" if len(of) == len(before.options) else f" of {of[0]}" + _more(len(of) - 1)
+        values = [f"{value:g}" if isinstance(value, float) else f"{value}" for value in (a, b)]
+        texts.append((key, f"another {key}{where}: {values[0]} before, {values[1]} after"))
+    return texts
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count else ""
+
+
+def _factor(mine: dict[str, Sketch], theirs: dict[str, Sketch], names: list[str]) -> float | None:
+    names = [name for name in names if name in theirs]
     if not names:
         return None
     a, b = stacked(mine, names), stacked(theirs, names)
@@ -89,6 +145,8 @@ def explain(
     _rename(first, other)
     mine, theirs = first[0].updates[0], other[0].updates[0]
     labels = labels or (before.label, after.label)
+    if weights := _other_weights(first[0], other[0]):
+        return "start", weights
     if zero := _zero_gradients(first[0].order, mine, theirs, labels):
         return "zero", zero
     row = compare_cuts(labels[0], first, labels[1], other)
@@ -111,9 +169,9 @@ def explain(
     shifted = _of_the_targets(mine.targets, theirs.targets)
     if shifted and row.kind in ("mixing", "weights", "order"):
         return "targets", shifted
-    if row.kind == "random":
-        return row.kind, "the scripts draw different random numbers"
-    if row.kind in ("token-weights", "weights", "padding", "order"):
+    if row.kind == "random" and before.dropout and after.dropout:
+        return _without_dropout(before, after, step, run, labels, (mine, theirs))
+    if row.kind in ("token-weights", "weights", "lost", "padding", "order"):
         return row.kind, row.sentence
     asked = [replace(job, twin=True, parts=True, explain=True, steps=step) for job in (before, after)]
     explained = [run(job) for job in asked]
@@ -127,11 +185,39 @@ def explain(
     if same:
         return "backward", _backward(row, mine, theirs, summand, labels)
     if summand:
-        return "summand", summand
+        return "summand", summand + f"; {value}" * bool(value)
     if value:
         return "value", f"the same data, another loss: {value}"
     where = f"first at {row.parameter}"
     return "formula", f"the same tokens, different gradients ({where}): the mask, the targets or the formula"
+
+
+def _without_dropout(
+    before: Job,
+    after: Job,
+    step: int,
+    run: Callable[[Job], list[Captured]],
+    labels: tuple[str, str],
+    updates: tuple[Update, Update],
+) -> tuple[str, str]:
+    """Explain what differs besides the random numbers: run both scripts without dropout."""
+    jobs = [replace(job, twin=True, parts=True, steps=step, dropout=False) for job in (before, after)]
+    runs = [run(job) for job in jobs]
+    if any(each.error is not None or len(each.updates) < step for side in runs for each in side):
+        return "random", "the scripts draw different random numbers"
+    kind, text = explain(jobs[0], jobs[1], step, runs, run, labels=labels)
+    if kind not in ("rounding", "random"):
+        return kind, text
+    silent = [label for label, update in zip(labels, updates, strict=True) if not update.drawn]
+    if len(silent) == 1 and kind == "rounding":
+        drawn = next(update.drawn[0] for update in updates if update.drawn)
+        return (
+            "dropout",
+            f"{silent[0]} draws no random numbers in the forward pass; the other does, at {drawn}",
+        )
+    return "random", "the scripts draw different random numbers" + (
+        "; without dropout the gradients agree" * (kind == "rounding")
+    )
 
 
 def prove_cuts(
@@ -185,6 +271,21 @@ def _rename(first: list[Captured], other: list[Captured]) -> None:
             sketches.update(renamed)
 
 
+def _other_weights(first: Captured, other: Captured) -> str:
+    """Say that the scripts start from weights that one of them rounds; empty if they do not."""
+    for name, mine in first.initial.items():
+        theirs = other.initial.get(name)
+        if theirs is None or theirs.shape != mine.shape or not mine.norm:
+            continue
+        difference = mine.minus(theirs).norm / mine.norm
+        if difference > SAME_WEIGHTS:
+            return (
+                f"the scripts start from different weights: {name} differs by {difference:.2g} of its norm: "
+                "another dtype of the weights, or another seed"
+            )
+    return ""
+
+
 def _zero_gradients(order: list[str], mine: Update, theirs: Update, labels: tuple[str, str]) -> str:
     """Describe parameters whose gradient is exactly zero in only one script; empty if there are none."""
     for label, have, lack in ((labels[1], mine, theirs), (labels[0], theirs, mine)):
@@ -201,14 +302,17 @@ def _zero_gradients(order: list[str], mine: Update, theirs: Update, labels: tupl
         ]
         if not gone:
             continue
-        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        more = _more(len(gone) - 1)
+        if set(gone) <= set(lack.frozen):
+            return f"in {label}, {gone[0]}{more} {'do' if more else 'does'} not require a gradient"
         rest = [
             name
             for name in names
             if name not in gone and name in lack.gradients and lack.gradients[name].norm > 0
         ]
         if not rest:
-            tail = "no parameter has one"
+            added = any(value.norm > 0 for part in lack.parts for value in part.values())
+            tail = "no parameter has one" + "; zero_grad() comes between backward() and step()" * added
         elif gone == names[: len(gone)]:
             tail = f"the last parameter with one is {rest[0]}"
         else:
@@ -283,10 +387,10 @@ def _of_the_summands(
         odd = [(line, float(w)) for (line, _), w in zip(own, weights, strict=True) if abs(w - 1) > 1e-5]
         if not odd or len(odd) == len(own):
             continue
-        (line, weight), rest = odd[0], f", as {len(odd) - 1} more" * (len(odd) > 1)
+        (line, weight), rest = odd[0], "; so does another one" * (len(odd) > 1)
         if abs(weight) < 1e-5:
-            text = f"the term of the loss at {line} of {labels[side]} has no gradient"
-            return f"{text} in {labels[1 - side]}{rest}"
+            text = f"the term of the loss at {line} of {labels[side]} has no gradient in {labels[1 - side]}"
+            return text + "; nor has another one" * (len(odd) > 1)
         return f"the term of the loss at {line} weighs {weight:.4g} times as much in {labels[1 - side]}{rest}"
     left = [list(column) for column in columns]
     for one in columns[0]:
@@ -295,7 +399,7 @@ def _of_the_summands(
             left[0] = [t for t in left[0] if t is not one]
             left[1] = [t for t in left[1] if t is not partner]
     if len(left[0]) == len(left[1]) == 1 < len(columns[1]):
-        agree = f"the other {len(columns[1]) - 1} agree"
+        agree = "the other one agrees" if len(columns[1]) == 2 else f"the other {len(columns[1]) - 1} agree"
         return f"only the term of the loss at {left[1][0][0]} differs ({left[0][0][0]} before); {agree}"
     return ""
 
@@ -315,9 +419,11 @@ def _of_the_values(mine: list[Value], theirs: list[Value], labels: tuple[str, st
     text = f"both compute the same values up to {last.op} at {last.line}; then {own.op} at {own.line} differs"
     if partner is None:
         return text
+    if (partner.op, partner.size) != (own.op, own.size):
+        return f"{text}, where {labels[0]} computes {partner.op} at {partner.line}"
     text += f" from {partner.line}"
     if len(partner.others) == len(own.others) and partner.others != own.others:
-        return f"{text}, with another mask, weight or target"
+        return f"{text}, with other constants (a mask, weights, targets or positions)"
     if own.size == 1 and partner.norm:
         return f"{text}: {own.norm / partner.norm:.4g} times as large"
     return text

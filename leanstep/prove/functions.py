@@ -12,25 +12,28 @@ verdict.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import inspect
 import itertools
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from leanstep.files import BadInput
 from leanstep.measure.parity import dtype_name
 from leanstep.prove.interpret import interpret_kernels
 from leanstep.prove.twin import Twin
-from leanstep.prove.watch import custom_functions
+from leanstep.prove.watch import NoDropout, custom_functions
 from leanstep.tape.children import (
     ended_afterwards,
     how_it_ended,
@@ -48,6 +51,8 @@ FACTOR = 5.0
 FLOORS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 # The first function must be this close to fp64 on a draw that judges.
 UNSURE = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+# How much larger the floor is on tiny, confident and extreme values.
+UNUSUAL = 30.0
 # No bound exceeds this: the answer would be half wrong.
 MOST = 0.5
 # Where the truth is zero: a result larger than this, relative to the upstream gradient, is wrong.
@@ -110,6 +115,7 @@ class FunctionsProof:
     rows: list[FunctionRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
+    draws: bool = False
     problem: str | None = None
 
     @property
@@ -187,14 +193,28 @@ def _is_float(value: Any) -> bool:
 
 
 def drawn(inputs: Callable[[], Any], draw: Draw) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call `inputs` and change what it returns as `draw` says."""
+    """Call `inputs` and change a copy of what it returns as `draw` says.
+
+    If some of its tensors require gradients, only those get them; else all do, except masks of zeros and
+    ones.
+    """
     torch.manual_seed(0)
     arguments = inputs()
     args, kwargs = (), {}
     if isinstance(arguments, dict):
         kwargs = arguments
     else:
-        args = arguments if isinstance(arguments, tuple) else (arguments,)
+        args = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
+    floats = [t for t in tree_flatten((args, kwargs))[0] if _is_float(t)]
+    asked = [t for t in floats if t.requires_grad] or [t for t in floats if not _is_mask(t)]
+    chosen = {id(t) for t in asked}
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(id(tensor) in chosen)
+
+    with_flags = tree_map_only(Tensor, copied, (args, kwargs))
+    flags = [t.requires_grad for t in tree_flatten(with_flags)[0] if isinstance(t, Tensor)]
+    args, kwargs = tree_map_only(Tensor, Tensor.detach, with_flags)
     leaves = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.dim() > 0]
     floats = [t for t in leaves if t.is_floating_point()]
     if draw.dtype is not None and all(t.dtype is draw.dtype for t in floats) and draw.values == "normal":
@@ -209,14 +229,38 @@ def drawn(inputs: Callable[[], Any], draw: Draw) -> tuple[tuple[Any, ...], dict[
     if floats:
         _set_values(floats, [t for t in leaves if t.dtype in (torch.int64, torch.int32)], draw.values)
     if draw.dtype is not None:
-        narrow = lambda t: t.to(draw.dtype) if t.is_floating_point() else t  # noqa: E731
+        narrow = lambda t: _without_ties(t.to(draw.dtype)) if t.is_floating_point() else t  # noqa: E731
         args, kwargs = tree_map_only(Tensor, narrow, (args, kwargs))
+    for tensor, flag in zip(
+        [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)], flags, strict=True
+    ):
+        tensor.requires_grad_(flag)
     return args, kwargs
 
 
+def _without_ties(tensor: Tensor) -> Tensor:
+    """Move equal neighbors of a sorted row to the next bf16 number: a maximum or a top-k is then unique."""
+    if tensor.dim() == 0 or tensor.dtype is not BF16 or _is_mask(tensor):
+        return tensor
+    values, order = tensor.sort(-1)
+    for _ in range(8):
+        bits = values.contiguous().view(torch.int16)
+        ties = (values[..., 1:] == values[..., :-1]).to(torch.int16)
+        bits[..., 1:] += ties * torch.where(values[..., 1:] < 0, -1, 1).to(torch.int16)
+        values = bits.view(BF16).sort(-1).values
+    return torch.empty_like(values).scatter_(-1, order, values)
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dim() > 0 and bool(((tensor == 0) | (tensor == 1)).all())
+
+
 def _set_values(floats: list[Tensor], ids: list[Tensor], values: str) -> None:
-    """Change the largest float inputs in place; `confident`: the class of each id gets a large score."""
-    main = floats[0]
+    """Change the first float input in place; `confident`: the class of each id gets a large score."""
+    main = next((t for t in floats if not _is_mask(t)), None)
+    if main is None:
+        return
+    floats = [main, *(t for t in floats if t is not main)]
     if values in ("tiny", "extreme"):
         main.mul_(1e-3 if values == "tiny" else 100.0)
     elif values == "NaN":
@@ -264,25 +308,29 @@ def from_signature(function: Callable[..., Any]) -> Callable[[], Any]:
 
     Parameters with a default keep it. Raises BadInput if no guess works.
     """
-    names = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
+    required = [
+        parameter
+        for parameter in _signature(function).parameters.values()
         if parameter.default is inspect.Parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
+    names = [parameter.name for parameter in required]
+    by_name = any(parameter.kind is parameter.KEYWORD_ONLY for parameter in required)
     error = "no parameters"
     for batch in ((ROWS,), (4, ROWS // 4)):
         for shapes in itertools.islice(
             itertools.product(*(list(_guesses(name, batch)) for name in names)), 200
         ):
 
-            def make(shapes: tuple[Callable[[], Tensor], ...] = shapes) -> tuple[Tensor, ...]:
-                return tuple(shape() for shape in shapes)
+            def make(shapes: tuple[Callable[[], Tensor], ...] = shapes) -> Any:
+                drawn = [shape() for shape in shapes]
+                return dict(zip(names, drawn, strict=True)) if by_name else tuple(drawn)
 
             try:
                 torch.manual_seed(0)
-                results = [t for t in tree_flatten(function(*make()))[0] if isinstance(t, Tensor)]
-                if names and results:
+                values = tree_map_only(Tensor, Tensor.detach, make())
+                function(**values) if by_name else function(*values)
+                if names:
                     return make
             except Exception as raised:
                 error = one_line(raised)
@@ -301,15 +349,17 @@ def _guesses(name: str, batch: tuple[int, ...]) -> Iterator[Callable[[], Tensor]
         yield lambda: torch.rand(batch) > 0.3
     elif low in ("w", "weight", "head", "lm_head", "weights") or low.endswith("_weight"):
         for shape in ((CLASSES, WIDTH), (WIDTH,), (WIDTH, WIDTH), (WIDTH, CLASSES)):
-            yield lambda shape=shape: torch.randn(shape) / 4
+            yield lambda shape=shape: (torch.randn(shape) / 4).requires_grad_()
     elif low in ("b", "bias") or low.endswith("_bias"):
         for size in (CLASSES, WIDTH):
-            yield lambda size=size: torch.randn(size)
+            yield lambda size=size: torch.randn(size).requires_grad_()
     elif low in _ROW or low.endswith(("logps", "logp", "logprobs")):
-        yield lambda: torch.randn(batch)
+        # Nobody trains through a reward or an old policy.
+        trained = low.startswith(("logp", "value", "ratio", "chosen", "rejected"))
+        yield lambda: torch.randn(batch).requires_grad_(trained)
     else:
         for shape in ((*batch, WIDTH), batch, (WIDTH,), (WIDTH, WIDTH), ()):
-            yield lambda shape=shape: torch.randn(shape)
+            yield lambda shape=shape: torch.randn(shape).requires_grad_()
 
 
 # Running and judging.
@@ -317,31 +367,108 @@ def _guesses(name: str, batch: tuple[int, ...]) -> Iterator[Callable[[], Tensor]
 
 @dataclass
 class _Run:
-    outputs: list[Tensor]
+    """Outputs by name, gradients by the name of an argument or parameter, and what else a call showed."""
+
+    outputs: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
     functions: list[str]
     upstream: float
+    changed: list[str]
+    draws: bool
+    arguments: dict[str, Tensor]
 
 
-def _run(function: Callable[..., Any], args: Any, kwargs: Any, layout: str, names: list[str]) -> _Run:
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:
+        # Functions of torch that are written in C++ have none.
+        return inspect.Signature()
+
+
+def _named(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor and number of a result with its name: "", "0", "1", "loss", "1 loss"."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, (bool, int, float)):
+        yield place, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    elif isinstance(value, (tuple, list, dict)) or is_dataclass(value):
+        fields = value if isinstance(value, (tuple, list, dict)) else vars(value)
+        for name, each in fields.items() if isinstance(fields, dict) else enumerate(fields):
+            yield from _named(each, f"{place} {name}".strip())
+    elif value is not None and not isinstance(value, str):
+        raise BadInput(f"returns a {type(value).__name__}; expected tensors, numbers, tuples or dicts")
+
+
+def _own_tensors(function: Callable[..., Any]) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a module, a method or a function with globals computes with."""
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, nn.Module):
+        return {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
+    code, found = getattr(function, "__code__", None), {}
+    scope = dict(getattr(function, "__globals__", {}))
+    if code is not None:
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)  # type: ignore[attr-defined]
+        scope |= {name: cell.cell_contents for name, cell in cells}
+    for name in (*code.co_names, *code.co_freevars) if code is not None else ():
+        value = scope.get(name)
+        if isinstance(value, nn.Module):
+            found |= {f"{name}.{key}": tensor for key, tensor in _own_tensors(value).items()}
+        elif isinstance(value, Tensor) and value.is_leaf:
+            found[name] = value
+    return found
+
+
+@contextlib.contextmanager
+def _with_values(own: dict[str, Tensor], values: dict[str, Tensor]) -> Iterator[None]:
+    """Give a function's own tensors these values, of any dtype; restore values and gradients afterwards."""
+    originals = {name: (tensor.data, tensor.grad) for name, tensor in own.items()}
+    for name, tensor in own.items():
+        tensor.grad, tensor.data = None, values[name].clone()
+    try:
+        yield
+    finally:
+        for name, tensor in own.items():
+            tensor.grad = None
+            tensor.data, tensor.grad = originals[name]
+
+
+def _run(
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    layout: str,
+    names: list[str],
+    own: dict[str, Tensor],
+) -> _Run:
     """Call the function on fresh leaves, and its backward with a random upstream gradient."""
-    floats: dict[str, Tensor] = {}
+    leaves: dict[str, Tensor] = {}
+    used: dict[str, tuple[Tensor, int]] = {}
     named = iter(names)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        name = next(named)
-        if not value.is_floating_point():
-            return value
-        floats[name] = value.detach().clone().requires_grad_()
-        return _LAYOUTS[layout](floats[name]) if value.dim() > 1 else floats[name] * 1
+        name, value, flag = next(named), value.detach().clone(), value.requires_grad
+        if value.is_floating_point():
+            if flag:
+                leaves[name] = value.requires_grad_()
+            value = _LAYOUTS[layout](value) if value.dim() > 1 else value * 1
+        used[name] = (value, value._version)
+        return value
 
     args, kwargs = tree_map(leaf, (args, kwargs))
     torch.manual_seed(1)
-    outputs = [t for t in tree_flatten(function(*args, **kwargs))[0] if isinstance(t, Tensor)]
-    customs = custom_functions(outputs)
-    moving = [t for t in outputs if t.requires_grad]
+    state = torch.get_rng_state()
+    outputs = dict(_named(function(*args, **kwargs)))
+    draws = not torch.equal(state, torch.get_rng_state())
+    changed = [name for name, (value, version) in used.items() if value._version != version]
+    customs = custom_functions(list(outputs.values()))
+    # The same order for every run: the keys of a dict may come in another one.
+    moving = [outputs[name] for name in sorted(outputs) if outputs[name].requires_grad]
+    if outputs:
+        # Without a result, a function that works in place is run for the values, as an optimizer is.
+        moving += [used[name][0] for name in changed if used[name][0].requires_grad]
     generator = torch.Generator().manual_seed(2)
     upstream = []
     for tensor in moving:
@@ -353,8 +480,11 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any, layout: str, name
     if moving:
         torch.autograd.backward(moving, upstream)
     size = max((float(g.double().norm()) for g in upstream), default=0.0)
-    gradients = {name: None if t.grad is None else t.grad.detach() for name, t in floats.items()}
-    return _Run([t.detach() for t in outputs], gradients, customs, size)
+    leaves |= {name: tensor for name, tensor in own.items() if tensor.requires_grad}
+    gradients = {name: None if t.grad is None else t.grad.detach() for name, t in leaves.items()}
+    results = {name: t.detach() for name, t in outputs.items()}
+    arguments = {name: value.detach() for name, (value, _) in used.items()}
+    return _Run(results, gradients, customs, size, changed, draws, arguments)
 
 
 def prove_functions(
@@ -372,46 +502,112 @@ def prove_functions(
         assert proof.ok, proof.sentence()
 
     Args:
-        before, after: return a tensor or a tuple of tensors.
+        before, after: functions, methods or modules. They return tensors, numbers, tuples or dicts, or change
+            an argument in place. Parameters that they own are compared by name, from the same values.
         inputs: returns the arguments, a tuple or a dict by name; by default drawn from the signature.
     """
     proof = proof or FunctionsProof(_name(before), _name(after))
     original = inputs or from_signature(before)
     make = lambda: tree_map_only(Tensor, lambda t: t.to(device), original())  # noqa: E731
-    parameters = list(inspect.signature(before).parameters)
-    for draw in DRAWS:
-        try:
-            args, kwargs = drawn(make, draw)
-            names = _tensor_names(args, kwargs, parameters)
-            plain = _run(before, args, kwargs, draw.layout, names)
-            with Twin() as twin:
-                with twin.paused():
-                    wide = tree_map_only(Tensor, twin.widened, (args, kwargs))
-                truth = _run(before, wide[0], wide[1], draw.layout, names)
-        except Exception as error:
-            if draw == DRAWS[0]:
-                proof.problem = f"{proof.before} ended with {one_line(error)}"
-                return proof
-            proof.notes.append(f"{draw.name}: skipped, {proof.before} raised {one_line(error)}")
-            continue
-        try:
-            own = _run(after, args, kwargs, draw.layout, names)
-        except Exception as error:
-            if draw.dtype is not None or draw.values == "NaN":
-                proof.notes.append(f"{draw.name}: skipped, {proof.after} raised {one_line(error)}")
-                continue
-            row = FunctionRow("the call", draw.name, 1.0, 0.0, 0.0, False, True, f"raised {one_line(error)}")
-            proof.rows.append(row)
-            continue
-        proof.functions = proof.functions or own.functions
-        if len(own.outputs) != len(truth.outputs):
-            proof.problem = (
-                f"{proof.before} returns {len(truth.outputs)} tensors, {proof.after} {len(own.outputs)}"
-            )
-            return proof
-        _judge(proof, draw, plain, truth, own)
-    _check_judged(proof)
+    _compare(proof, before, after, make)
+    if proof.draws and (proof.failed or proof.problem):
+        # The functions may draw other random numbers: dropout is no difference.
+        plain = FunctionsProof(proof.before, proof.after)
+        with NoDropout():
+            _compare(plain, before, after, make)
+        if plain.draws and plain.failed:
+            proof.problem = f"cannot judge: {proof.before} or {proof.after} draws random numbers"
+        elif not plain.failed and not plain.problem:
+            proof.problem = "cannot judge: the functions draw random numbers; without dropout they agree"
+        else:
+            proof.rows, proof.problem = plain.rows, plain.problem
+            proof.notes = [*plain.notes, "dropout is off"]
     return proof
+
+
+def _compare(
+    proof: FunctionsProof, before: Callable[..., Any], after: Callable[..., Any], make: Callable[[], Any]
+) -> None:
+    mine, theirs = _own_tensors(before), _own_tensors(after)
+    shapes = [{name: list(t.shape) for name, t in own.items()} for own in (mine, theirs)]
+    if shapes[0] != shapes[1]:
+        other = next(iter({*shapes[0].items()} ^ {*shapes[1].items()}), "")
+        proof.problem = f"the functions compute with different parameters: {other}"
+        return
+    for draw in DRAWS:
+        # The fused attention of a CPU returns finite numbers for some NaN.
+        attention = sdpa_kernel(SDPBackend.MATH) if draw.values == "NaN" else contextlib.nullcontext()
+        with attention:
+            if not _compare_on(draw, proof, (before, mine), (after, theirs), make):
+                return
+    _check_judged(proof)
+
+
+Owner = tuple[Callable[..., Any], dict[str, Tensor]]
+
+
+def _compare_on(draw: Draw, proof: FunctionsProof, one: Owner, other: Owner, make: Callable[[], Any]) -> bool:
+    """Compare two functions, each with its own tensors, on one draw; False if there is nothing to compare."""
+    (before, mine), (after, theirs) = one, other
+    parameters = list(_signature(before).parameters)
+    narrow = lambda t: t.to(draw.dtype) if draw.dtype and t.is_floating_point() else t  # noqa: E731
+    values = {name: narrow(tensor.detach()) for name, tensor in mine.items()}
+    try:
+        args, kwargs = drawn(make, draw)
+        names = _tensor_names(args, kwargs, parameters)
+        with _with_values(mine, values):
+            plain = _run(before, args, kwargs, draw.layout, names, mine)
+        with Twin() as twin:
+            with twin.paused():
+                wide = tree_map_only(Tensor, twin.widened, (args, kwargs, values))
+            with _with_values(mine, wide[2]):
+                truth = _run(before, wide[0], wide[1], draw.layout, names, mine)
+    except Exception as error:
+        if draw == DRAWS[0]:
+            proof.problem = f"{proof.before} {_said(error)}"
+            return False
+        proof.notes.append(f"{draw.name}: skipped, {proof.before} {_said(error)}")
+        return True
+    try:
+        with _with_values(theirs, values):
+            own = _run(after, args, kwargs, draw.layout, names, theirs)
+    except BadInput as error:
+        proof.problem = f"{proof.after} {error}"
+        return False
+    except Exception as error:
+        if draw.dtype is not None or draw.values == "NaN":
+            proof.notes.append(f"{draw.name}: skipped, {proof.after} raised {one_line(error)}")
+            return True
+        row = FunctionRow("the call", draw.name, 1.0, 0.0, 0.0, False, True, f"raised {one_line(error)}")
+        proof.rows.append(row)
+        return True
+    proof.functions = proof.functions or own.functions
+    proof.draws = proof.draws or plain.draws or own.draws
+    # What the first function changes in place is an output.
+    for name in plain.changed:
+        for run in (plain, truth, own):
+            run.outputs[f"{name} in place"] = run.arguments[name]
+    if set(own.outputs) != set(truth.outputs) and len(own.outputs) == len(truth.outputs) == 1:
+        # A tuple of one.
+        own.outputs = dict(zip(truth.outputs, own.outputs.values(), strict=True))
+    if set(own.outputs) != set(truth.outputs):
+        shown = [", ".join(f"output {k}" if k else "one tensor" for k in run.outputs) for run in (truth, own)]
+        proof.problem = (
+            f"{proof.before} returns {shown[0] or 'nothing'}; {proof.after} returns {shown[1] or 'nothing'}"
+        )
+        return False
+    if not truth.outputs:
+        proof.problem = f"{proof.before} returns nothing and changes no argument in place"
+        return False
+    extra = [name for name in own.changed if name not in plain.changed]
+    if extra and draw == DRAWS[0]:
+        proof.notes.append(f"{proof.after} changes {', '.join(extra)} in place; {proof.before} does not")
+    _judge(proof, draw, plain, truth, own)
+    return True
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, BadInput) else f"ended with {one_line(error)}"
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -432,47 +628,64 @@ def _tensor_names(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: lis
 
 
 def _judge(proof: FunctionsProof, draw: Draw, plain: _Run, truth: _Run, own: _Run) -> None:
-    for k, (p, t, f) in enumerate(zip(plain.outputs, truth.outputs, own.outputs, strict=True)):
-        what = "the output" if len(truth.outputs) == 1 else f"output {k}"
+    sizes = [float(t.double().norm()) for t in truth.arguments.values() if t.is_floating_point()]
+    scale = max(sizes, default=1.0)
+    for name, t in truth.outputs.items():
+        p, f = plain.outputs[name], own.outputs[name]
+        what = f"output {name}" if name else "the output"
+        what = f"{name} (changed)".replace(" in place", "") if name.endswith(" in place") else what
         if t.shape != f.shape:
             words = f"has shape {list(f.shape)}, not {list(t.shape)}"
             proof.rows.append(FunctionRow(what, draw.name, 1.0, 0.0, 0.0, False, True, words))
-        elif draw.values == "NaN":
-            # A function may leave a NaN out on purpose (a mask); it may not spread it to other rows.
-            if bool((p.isnan() & ~f.isnan()).any()):
-                proof.notes.append(f"a NaN in the input is in {what} of {proof.before}, not of {proof.after}")
-            spread = bool((~p.isnan() & f.isnan()).any())
-            words = "has a NaN in rows whose input has none"
-            proof.rows.append(FunctionRow(what, draw.name, 0.0, 0.0, 0.0, not spread, False, words))
+        elif draw.values == "NaN" and (bool(p.isnan().any()) or not p.is_floating_point()):
+            # What becomes of a NaN that the first function does not handle is no part of its result.
+            if not torch.equal(p.isnan(), f.isnan()):
+                proof.notes.append(f"a NaN in the input reaches other entries of {what} in {proof.after}")
         else:
-            proof.rows.append(_row(what, draw, p, t, f, 0.0))
+            proof.rows.append(_row(what, draw, p, t, f, scale))
     if draw.values == "NaN":
         return
     for name, t in truth.gradients.items():
         what = f"the gradient of {name}"
-        p, f = plain.gradients[name], own.gradients[name]
+        p, f = plain.gradients[name], own.gradients.get(name)
         if t is None or p is None:
-            wrong = f is not None and float(f.double().norm()) > NOT_ZERO * own.upstream
+            wrong = f is not None and not float(f.double().norm()) <= NOT_ZERO * own.upstream
             row = FunctionRow(what, draw.name, 0.0, 0.0, 0.0, not wrong, True, "should not exist")
             proof.rows.append(row)
             continue
         proof.rows.append(_row(what, draw, p, t, f, truth.upstream))
 
 
-def _row(what: str, draw: Draw, p: Tensor, t: Tensor, f: Tensor | None, upstream: float) -> FunctionRow:
-    """Judge one tensor: `p` the first function's, `t` in fp64, `f` the second function's."""
+def _row(what: str, draw: Draw, p: Tensor, t: Tensor, f: Tensor | None, scale: float) -> FunctionRow:
+    """Judge one tensor: `p` the first function's, `t` in fp64, `f` the second function's.
+
+    `scale`: where the truth is zero, the size that a result is compared with.
+    """
+    width = p.dtype if p.dtype in FLOORS else torch.float64
     t, p64 = t.double(), p.double()
     f64 = torch.zeros_like(t) if f is None else f.double()
-    if not t.is_floating_point() or not bool(t.isfinite().all()):
+    if t.isnan().any() or not torch.equal(p64.isfinite(), t.isfinite()):
         return FunctionRow(what, draw.name, 0.0, 0.0, 0.0, True, False)
-    size, width = float(t.norm()), p.dtype if p.dtype in FLOORS else torch.float64
+    infinite = t.isinf()
+    if not torch.equal(f64.where(infinite, 0.0), t.where(infinite, 0.0)):
+        return FunctionRow(what, draw.name, 1.0, 0.0, 0.0, False, True, "is not infinite where it should be")
+    t, p64, f64 = (value.masked_fill(infinite, 0.0) for value in (t, p64, f64))
+    size = float(t.norm())
     if size == 0.0:
-        wrong = upstream > 0 and not float(f64.norm()) <= NOT_ZERO * upstream
-        return FunctionRow(what, draw.name, float(f64.norm()), 0.0, 0.0, not wrong, False, "is not zero")
+        wrong = scale > 0 and not float(f64.norm()) <= NOT_ZERO * scale
+        return FunctionRow(
+            what, draw.name, float(f64.norm()), 0.0, 0.0, not wrong, bool(infinite.any()), "is not zero"
+        )
     reference = float((p64 - t).norm()) / size
     error = float((f64 - t).norm()) / size
     # A fused function may return fp32 where the plain one returns bf16, or the other way round.
     floor = max(FLOORS[width], 0.0 if f is None else FLOORS.get(f.dtype, 0.0))
+    if draw.dtype is not None and p.dtype not in FLOORS and error > 0:
+        # Rounding to bf16 makes ties: another index is no error.
+        return FunctionRow(what, draw.name, error, reference, MOST, True, False)
+    if draw.values != "normal":
+        # Another formula may cancel where values are tiny, or lose digits where they are large.
+        floor *= UNUSUAL
     bound = min(FACTOR * reference + floor, MOST)
     if not reference <= UNSURE[width]:
         return FunctionRow(what, draw.name, error, reference, bound, True, False)
@@ -490,7 +703,7 @@ def _words(t: Tensor, f: Tensor | None, f64: Tensor, error: float, reference: fl
     if float(f64.norm()) == 0.0:
         return "is exactly zero"
     factor = float((f64 * t).sum() / t.square().sum())
-    if float((f64 - factor * t).norm()) <= 1e-3 * float(f64.norm()):
+    if float((f64 - factor * t).norm()) <= 1e-3 * float(f64.norm()) and abs(factor - 1) > 1e-2:
         return f"is {factor:.4g} times the right one"
     distant = f"is {error:.2g} from fp64 ({reference:.1g} before)"
     if t.dim() > 1:
@@ -519,7 +732,8 @@ def _check_judged(proof: FunctionsProof) -> None:
 def split_function(word: str) -> tuple[str, str] | None:
     """`heads.py:plain` -> ("heads.py", "plain"); None if the word names no function."""
     file, colon, name = word.rpartition(":")
-    return (file, name) if colon and file.endswith(".py") and name.isidentifier() else None
+    is_name = all(part.isidentifier() for part in name.split("."))
+    return (file, name) if colon and file.endswith(".py") and is_name else None
 
 
 def prove_function_files(
@@ -577,6 +791,10 @@ def _load(word: str) -> tuple[Callable[..., Any], Any]:
         spec.loader.exec_module(module)
         _LOADED[path] = module
     module = _LOADED[path]
-    if not callable(getattr(module, name, None)):
+    function = functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), module)
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        torch.manual_seed(0)
+        function = function()
+    if not callable(function):
         raise BadInput(f"prove: {file} has no function {name}")
-    return getattr(module, name), module
+    return function, module

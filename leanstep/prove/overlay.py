@@ -50,5 +50,6 @@ def _install(packages: list[str], folder: Path, site: Path) -> None:
     command += ["--constraint", str(constraint), "--disable-pip-version-check", "--no-input"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        lines = [line for line in done.stderr.strip().splitlines() if line.startswith("ERROR")]
+        lines = [line.strip(" ×") for line in done.stderr.splitlines() if "did not run succ" in line]
+        lines += [line for line in done.stderr.splitlines() if line.startswith(("ERROR", "error"))]
         raise BadInput(f"--with: {' '.join(packages)}: {lines[0] if lines else 'pip failed'}")

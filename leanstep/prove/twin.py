@@ -384,6 +384,7 @@ class _Ops(TorchDispatchMode):
         assert count is not None
         if name == "aten::nll_loss_forward":
             count("labelled tokens", result[1])
+            count("rows of the loss", args[0].shape[0])
         elif name == "aten::embedding":
             count("tokens with padding", args[1].numel())
         elif name in ("aten::sum", "aten::count_nonzero") and result.dim() == 0 and args[0].dim() > 0:

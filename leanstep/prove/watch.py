@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +62,21 @@ class NoDropout(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Value:
-    """A value that depends on parameters: the op and line that computed it, its size and norm.
+    """A value that depends on parameters: the op and line that computed it, its size, norm and mean cube.
 
+    Norm and mean cube do not depend on the order of the entries. All normalized tensors have the same norm.
     `others`: norms of the op's operands that do not depend on parameters, such as masks and weights.
+    `parents`: how many values earlier each value was recorded that this one is computed from.
     """
 
     op: str
     line: str
     size: int
     norm: float
+    cube: float
     others: tuple[float, ...] = ()
+    parents: tuple[int, ...] = ()
+    is_loss: bool = False
 
 
 class Values(TorchFunctionMode):
@@ -79,8 +84,8 @@ class Values(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.values: list[Value] = []
         self.lines: dict[Any, Line] = {}
+        self._values: list[tuple[Value, tuple[Any, int]]] = []
         self._stack = Stack()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,18 +100,56 @@ class Values(TorchFunctionMode):
 
     def _note(self, name: str, value: Tensor, args: Any) -> None:
         line = self._stack.line(sys._getframe(2), False)
-        if line is None or name.startswith("__get") or not value.is_floating_point() or value.numel() == 0:
+        if line is None or name == "__get__" or not value.is_floating_point() or value.numel() == 0:
             return
         self.lines[value.grad_fn] = line
         with outside_modes():
             others = [a for a in args if isinstance(a, Tensor) and not a.requires_grad and a.dim() > 0]
             norms = tuple(_place_norm(other) for other in others)
-            size, norm = value.numel(), float(value.detach().double().norm())
-        self.values.append(Value(name.strip("_"), shown(line), size, norm, norms))
+            # Scores that a mask sets to -inf say nothing about the others.
+            finite = value.detach().double().nan_to_num(0.0, 0.0, 0.0)
+            size, norm = value.numel(), float(finite.norm())
+            cube = float((finite * (size**0.5 / norm)).pow(3).mean()) if norm > 0 else 0.0
+        new = Value(name.strip("_"), shown(line), size, norm, cube, norms)
+        self._values.append((new, (value.grad_fn, value.output_nr)))
 
-    def clear(self) -> None:
-        """Release the graph of a step that is over."""
-        self.lines = {}
+    def taken(self, loss: Tensor) -> list[Value]:
+        """Return the values that `loss` is computed from, in order, and release them."""
+        places = {key: number for number, (_, key) in enumerate(self._values)}
+
+        def sources(node: Any) -> set[int]:
+            found: set[int] = set()
+            seen, waiting = set(), [node]
+            while waiting:
+                for child in waiting.pop().next_functions:
+                    if child in places:
+                        found.add(places[child])
+                    elif child[0] is not None and child[0] not in seen:
+                        seen.add(child[0])
+                        waiting.append(child[0])
+            return found
+
+        root = places.get((loss.grad_fn, loss.output_nr))
+        used: dict[int, set[int]] = {}
+        waiting = [] if root is None else [root]
+        while waiting:
+            number = waiting.pop()
+            if number not in used:
+                used[number] = sources(self._values[number][1][0])
+                waiting += used[number]
+        order = {number: place for place, number in enumerate(sorted(used))}
+        values = [
+            replace(
+                self._values[number][0],
+                parents=tuple(order[number] - order[source] for source in sorted(used[number])),
+                is_loss=number == root,
+            )
+            for number in order
+        ]
+        # Another loss may be computed from the rest.
+        self._values = [entry for number, entry in enumerate(self._values) if number not in used]
+        self.lines = {node: self.lines[node] for _, (node, _) in self._values}
+        return values
 
 
 def shown(line: Line) -> str:
@@ -116,44 +159,56 @@ def shown(line: Line) -> str:
 
 def _place_norm(tensor: Tensor) -> float:
     """A number that also changes when entries change their places: a mask rolled by one has the same norm."""
-    flat = tensor.detach().double().reshape(-1)
+    flat = tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
     return float((flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)).norm())
 
 
 def first_difference(
     mine: list[Value], theirs: list[Value]
 ) -> tuple[Value | None, Value, Value | None] | None:
-    """Find where `theirs` leaves `mine`.
+    """Find where `theirs` leaves `mine`: the first value that differs, computed from values in common.
 
-    Returns the last value in common, the first one behind it, and what `mine` computes with the same op; None
-    if `theirs` ends with a value in common.
+    Values that differ and that the losses reach only through a value in common are another way to write the
+    same. Returns the last value in common, the first one behind it, and what `mine` computes there, by the
+    same op if possible; None if the losses agree.
     """
-    known = _index(mine)
-    common: int | None = None
-    for place, value in enumerate(theirs):
-        if math.isfinite(value.norm) and _found(known, value):
-            common = place
-    # After the last value in common, the computation has parted for good.
-    own = next(iter(theirs[0 if common is None else common + 1 :]), None)
+    own = next(iter(_leaving(theirs, mine)), None)
     if own is None:
         return None
-    last = None if common is None else theirs[common]
-    computed = _index(theirs)
-    after = [value for value in mine if not _found(computed, value)]
-    partner = next((v for v in after if v.op == own.op and v.size == own.size), None)
-    return last, own, partner
+    value = theirs[own]
+    last = theirs[own - min(value.parents)] if value.parents else None
+    partners = [mine[place] for place in _leaving(mine, theirs)]
+    same = [other for other in partners if other.op == value.op and other.size == value.size]
+    return last, value, next(iter([*same, *partners]), None)
 
 
-def _index(values: list[Value]) -> dict[tuple[int, int], float]:
-    return {_key(v): v.norm for v in values if math.isfinite(v.norm)}
+def _leaving(values: list[Value], others: list[Value]) -> list[int]:
+    """Return the places of values that differ from all of `others` and are computed from values in common."""
+    known = {_key(value) for value in others}
+    differs = [not _found(known, value) for value in values]
+    places: set[int] = set()
+    seen: set[int] = set()
+    waiting = [place for place, value in enumerate(values) if value.is_loss and differs[place]]
+    while waiting:
+        place = waiting.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        sources = [place - back for back in values[place].parents if differs[place - back]]
+        waiting += sources
+        if not sources:
+            places.add(place)
+    return sorted(places)
 
 
-def _key(value: Value, shift: int = 0) -> tuple[int, int]:
-    return value.size, (round(math.log(value.norm) * 1e8) if value.norm > 0 else -(10**12)) + shift
+def _key(value: Value, shift: int = 0, turn: int = 0) -> tuple[int, int, int]:
+    if value.norm <= 1e-12 * value.size**0.5:
+        return value.size, 0, 0
+    return value.size, round(math.log(value.norm) * 1e8) + shift, round(value.cube * 1e7) + turn
 
 
-def _found(known: dict[tuple[int, int], float], value: Value) -> bool:
-    return any(_key(value, shift) in known for shift in (-1, 0, 1))
+def _found(known: set[tuple[int, int, int]], value: Value) -> bool:
+    return any(_key(value, shift, turn) in known for shift in (-1, 0, 1) for turn in (-1, 0, 1))
 
 
 # The graph of a loss.

@@ -34,13 +34,38 @@ CHANGES = {
     "shifted targets": (("ids[:, 1:, None]", "ids[:, :-1, None]"), "Shifted targets: a row scores the token"),
     "a mask left out": (
         ("(logp * mask[:, 1:])", "logp"),
-        "up to squeeze at after.py:12; then sum at after.py:13 differs from before.py:13",
+        "up to squeeze at after.py:12; then sum at after.py:13 differs, where before.py computes mul at",
     ),
-    "the learning rate": (("lr=0.1", "lr=0.03"), "The same gradients, an update 0.3 times as large"),
-    "another optimizer": (("optim.SGD", "optim.Adam"), "The same gradients, a different update: the opt"),
+    "the learning rate": (("lr=0.1", "lr=0.03"), "The same gradients, another lr: 0.1 before, 0.03 after"),
+    "an option of some parameters": (
+        ("[*words.parameters(), *head.parameters()]", "[{'params': words.parameters()}, {'params': "
+         "head.parameters(), 'weight_decay': 0.1}]"),
+        "another weight_decay of Linear.weight and 1 more: 0 before, 0.1 after",
+    ),
+    "another optimizer": (("optim.SGD", "optim.Adam"), "another optimizer: SGD before, Adam after"),
     "clipping": (
         ("    optimizer.step()", "    nn.utils.clip_grad_norm_(head.parameters(), 0.1); optimizer.step()"),
         "The same gradients, but only one of the scripts clips them",
+    ),
+    "masked scores": (
+        (
+            "words(ids).cumsum(1)",
+            "(words(ids) @ words(ids).mT).masked_fill(torch.ones(9, 9).triu(1) > 0, -torch.inf).softmax(-1) "
+            "@ words(ids)",
+        ),
+        "both compute the same values up to embedding at after.py:11; then",
+    ),
+    "a normalized value": (
+        ("words(ids).cumsum(1)", "F.normalize(words(ids).cumsum(1) + 1, dim=-1)"),
+        "up to cumsum at after.py:11; then add at after.py:11 differs",
+    ),
+    "a frozen parameter": (
+        ("for i in", "head.bias.requires_grad_(False)\nfor i in"),
+        "In after.py, Linear.bias does not require a gradient",
+    ),
+    "dropout in one script": (
+        ("words(ids)", "F.dropout(words(ids), 0.5)"),
+        "Before.py draws no random numbers in the forward pass; the other does, at after.py:11",
     ),
     "a detached mask of gradients": (
         ("loss = -(", "hidden = logits.square().mean(); loss = hidden - hidden.detach() - ("),
@@ -90,6 +115,65 @@ def test_the_term_that_differs_is_named_among_others(tmp_path: Path, capfd):
     said = capfd.readouterr().err
     assert "nly the term of the loss at after.py:15" in said
     assert "differs (before.py:15" in said and "; the other 2 agree" in said
+
+
+# The same update, written in another way.
+INNOCENT = {
+    "clipping by hand": (
+        "    nn.utils.clip_grad_norm_(head.parameters(), 0.1)\n",
+        "    norm = torch.stack([p.grad.norm() for p in head.parameters()]).norm()\n"
+        "    for p in head.parameters():\n        p.grad.mul_((0.1 / (norm + 1e-6)).clamp(max=1))\n",
+    ),
+    "a scaled loss": (
+        "",
+        "    for p in [*words.parameters(), *head.parameters()]:\n        p.grad.div_(8)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_the_same_update_passes(tmp_path: Path, capfd, name: str):
+    paths = [tmp_path / "before.py", tmp_path / "after.py"]
+    for path, inserted in zip(paths, INNOCENT[name], strict=True):
+        text = SCRIPT.replace("    optimizer.step()", inserted + "    optimizer.step()")
+        text = text.replace("loss.backward()", "(8 * loss).backward()") if "8" in inserted else text
+        path.write_text(text, encoding="utf-8")
+    assert run(["prove", *map(str, paths)]) == 0, capfd.readouterr().err
+    assert run(["prove", *map(str, reversed(paths))]) == 0, capfd.readouterr().err
+
+
+ACCUMULATED = SCRIPT.replace(
+    "    loss.backward()\n", "    for row in logp:\n        row.mean().backward(retain_graph=True)\n"
+)
+
+
+def test_a_zero_grad_between_backward_calls_is_a_lost_gradient(tmp_path: Path, capfd):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text(ACCUMULATED, encoding="utf-8")
+    text = ACCUMULATED.replace("for row in logp:", "for k, row in enumerate(logp):")
+    text = text.replace("retain_graph=True)\n", "retain_graph=True)\n        k or optimizer.zero_grad()\n")
+    after.write_text(text, encoding="utf-8")
+    assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
+    assert "after.py lacks the gradient of backward call 1 of 3: zero_grad()" in capfd.readouterr().err
+
+
+def test_a_parameter_that_only_one_script_trains_is_found(tmp_path: Path, capfd):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text(
+        SCRIPT.replace("for i in", "head.bias.requires_grad_(False)\nfor i in"), encoding="utf-8"
+    )
+    after.write_text(SCRIPT, encoding="utf-8")
+    assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
+    assert "In before.py, Linear.bias does not require a gradient" in capfd.readouterr().err
+
+
+def test_other_random_numbers_in_both_scripts_are_not_judged(tmp_path: Path, capfd):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    text = SCRIPT.replace("words(ids)", "F.dropout(words(ids), 0.5)")
+    before.write_text(text, encoding="utf-8")
+    after.write_text(text.replace("    mask", "    torch.rand(3)\n    mask"), encoding="utf-8")
+    assert run(["prove", str(before), str(after), "--steps", "1"]) == 2
+    assert "cannot judge: the scripts draw different random numbers; without" in capfd.readouterr().err
 
 
 def test_a_missing_zero_grad_is_a_stale_gradient(tmp_path: Path, capfd):

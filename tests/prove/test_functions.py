@@ -102,6 +102,124 @@ def test_zeros_and_constants_are_never_accepted(name: str):
     assert not proof.ok and proof.sentence().startswith("cannot judge"), proof.sentence()
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self, detach: bool = False) -> None:
+        super().__init__()
+        self.weight, self.detach = torch.nn.Parameter(torch.randn(16)), detach
+
+    def forward(self, x):
+        return x * (self.weight.detach() if self.detach else self.weight)
+
+
+def clamped_in_place(x):
+    x.clamp_(-1, 1)
+
+
+def cut_in_place(x, limit=1.0):
+    x.copy_(x.clamp(-1, limit))
+
+
+def with_keywords(x, *, weight):
+    return x @ weight.t()
+
+
+def masked(x, mask):
+    return (x * mask[:, None]).sum() / mask.sum()
+
+
+# Pairs of the same function, with the inputs if the signature does not say them.
+SAME = {
+    "a dict in another order": (
+        lambda x: {"a": x.sin(), "b": x.cos(), "n": 3},
+        lambda x: {"n": 3, "b": x.cos(), "a": x.sin()},
+        None,
+    ),
+    "changed in place": (clamped_in_place, cut_in_place, None),
+    "keyword-only": (with_keywords, lambda x, *, weight: F.linear(x, weight), None),
+    "a list of inputs": (torch.matmul, lambda x, w: F.linear(x, w.t()), lambda: [IDS[None] * 1.0, IDS * 1.0]),
+    "infinities": (
+        lambda x: x.masked_fill(x < 0, -torch.inf),
+        lambda x: torch.where(x < 0, torch.full_like(x, -torch.inf), x),
+        None,
+    ),
+    "a mask without gradient": (masked, lambda x, mask: x[mask.bool()].sum() / mask.sum(), None),
+    "ties in bf16": (lambda x: x.amax(-1), lambda x: x.max(-1).values, None),
+    "integers": (lambda x: x.argmax(-1), lambda x: x.topk(1).indices[:, 0], None),
+    "modules": (Scaled(), Scaled(), None),
+    "fused attention with NaN": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        lambda q, k, v: (q @ k.mT / 4).softmax(-1) @ v,
+        lambda: tuple(torch.randn(3, 2, 2, 8, 16)),
+    ),
+    "one-hot": (lambda x, w: w[IDS[:8]], lambda x, w: F.one_hot(IDS[:8], 37).to(w.dtype) @ w,
+                lambda: (torch.zeros(2), torch.randn(37, 16))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_another_way_to_write_it_passes(name: str):
+    proof = prove_functions(*SAME[name])
+    assert proof.ok, proof.sentence()
+
+
+OTHER = {
+    "a dict": (lambda x: {"a": x.sin(), "b": x.cos()}, lambda x: {"b": x.sin(), "a": x.cos()}, "output a is"),
+    "a number": (lambda x: (x, x.sum().item()), lambda x: (x, 2 * x.sum().item()), "output 1 is 2 times"),
+    "in place": (clamped_in_place, lambda x: cut_in_place(x, 0.9), "x (changed) is"),
+    "not in place": (clamped_in_place, lambda x: None, "x (changed) is"),
+    "integers": (lambda x: x.argmax(-1), lambda x: x.argmin(-1), "the output is"),
+    "infinities": (
+        lambda x: x.masked_fill(x < 0, -torch.inf),
+        lambda x: x.masked_fill(x < 0, -1e4),
+        "the output is not infinite where it should be on every draw",
+    ),
+    "a parameter": (Scaled(), Scaled(detach=True), "the gradient of weight is missing on every draw"),
+    "dropout": (
+        lambda x: F.dropout(x, 0.1).sin(),
+        lambda x: F.dropout(x, 0.1).cos(),
+        "the output is",
+    ),
+    "a NaN that the first function handles": (torch.nan_to_num, lambda x: x, "not finite on 1 of 11 draws"),
+    "not zero": (lambda x: (x - x * 1).sum(-1), lambda x: 3 + 0 * x.sum(-1), "the output is not zero"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_wrong_result_of_any_type_is_found(name: str):
+    before, after, words = OTHER[name]
+    inputs_ = (lambda: (torch.randn(24, 16),)) if name.startswith("a NaN") else None
+    proof = prove_functions(before, after, inputs_)
+    assert proof.problem is None and not proof.ok
+    assert words in proof.sentence(), proof.sentence()
+
+
+def test_functions_that_draw_other_numbers_are_not_judged():
+    proof = prove_functions(lambda x: F.dropout(x, 0.1), lambda x: F.dropout(torch.rand(1) * 0 + x, 0.1))
+    assert proof.sentence().startswith("cannot judge: the functions draw random numbers; without dropout")
+    proof = prove_functions(lambda x: x + torch.randn(()), lambda x: torch.rand(1) * 0 + x + torch.randn(()))
+    assert proof.sentence().startswith("cannot judge") and proof.problem
+
+
+def test_inputs_are_not_changed_by_a_draw():
+    mine = torch.randn(24, 16)
+    known = mine.clone()
+    assert prove_functions(torch.sin, lambda x: x.sin(), lambda: mine).ok
+    assert torch.equal(mine, known)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: None, "returns nothing and changes no argument in place"),
+        (lambda x: object(), "returns a object; expected tensors"),
+        (lambda x: (x, x), "returns output 0, output 1; <lambda> returns one tensor"),
+    ],
+)
+def test_results_that_cannot_be_compared_are_one_line(function, words: str):
+    proof = prove_functions(function, lambda x: x if "output" in words else function(x))
+    assert proof.problem is not None and words in proof.problem
+
+
 def test_from_the_command_line(tmp_path: Path, capfd):
     file = tmp_path / "pair.py"
     file.write_text(
