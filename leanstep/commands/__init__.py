@@ -6,7 +6,7 @@ from leanstep.files import BadInput
 
 __all__ = ["EXIT_CODES", "BadInput", "FellShort"]
 
-# Scripts and CI rely on them: docs/exit_codes.md.
+# Scripts and CI rely on them: docs/reference.md.
 EXIT_CODES = {
     0: "success",
     1: "the check failed: a proof, a rule of --fail-on, a comparison, a diverged loss",

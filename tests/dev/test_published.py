@@ -52,7 +52,8 @@ def test_every_row_of_the_repository_has_what_it_needs():
 def test_the_page_and_the_readme_are_those_of_the_results():
     results = published.load_results()
     assert published.PAGE.read_text(encoding="utf-8") == page.page(results)
-    assert page.quoted(results) in (published.ROOT / "README.md").read_text(encoding="utf-8")
+    for name, link in published.QUOTED.items():
+        assert page.quoted(results, link) in (published.ROOT / name).read_text(encoding="utf-8")
 
 
 def test_a_row_is_rehearsed_and_compared(folder):
