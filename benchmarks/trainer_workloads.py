@@ -18,8 +18,8 @@ from benchmarks.harness import (
     Workload,
 )
 
-# On a CPU: two layers of width 256, whose head has most of the parameters. On a GPU: the shapes of Qwen2-0.5B;
-# the whole step, stock logits included, fits on a card of 24 GB.
+# On a CPU: two layers of width 256, whose head has most of the parameters. On a GPU: Qwen2-0.5B's shapes; the
+# whole step, stock logits included, fits on a card of 24 GB.
 _TINY = {"vocab": 401, "width": 32, "layers": 1, "heads": 1, "kv_heads": 1, "mlp": 64}
 _SMALL = {"vocab": 151936, "width": 256, "layers": 2, "heads": 4, "kv_heads": 4, "mlp": 512}
 _QWEN = {"vocab": 151936, "width": 896, "layers": 24, "heads": 14, "kv_heads": 2, "mlp": 4864}

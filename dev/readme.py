@@ -1,10 +1,10 @@
 """The figures of README and docs: kept in `results/`, written between markers, never by hand.
 
-    python dev/readme.py sft_step.json ...   # take the results of benchmarks (--json) into results/, then --render
-    python dev/readme.py --screens [NAME]    # run the commands whose output the pages show, then --render
+    python dev/readme.py sft_step.json ...   # take results (--json) into results/, then --render
+    python dev/readme.py --screens [NAME]    # run commands whose output the pages show, then --render
     python dev/readme.py --render            # the tables again from results/, nothing is measured
 
-Measured rows come from `python -m benchmarks.NAME --json FILE`, predicted ones from `dev/predicted_rows.py`. A
+Measured rows come from `python -m benchmarks.NAME --json FILE`, predicted ones from `predicted_rows.py`. A
 test renders the tables again from the committed files.
 """
 
@@ -34,10 +34,10 @@ from leanstep.files import BadInput, write_text  # noqa: E402
 
 
 class Line(NamedTuple):
-    """One row of the README's table: plain code and leanstep, measured on a CPU and predicted for GPUs.
+    """One row of the README's table: two implementations, measured on a CPU and predicted for GPUs.
 
     what: the workload in words. cpu, gpu: its sizes in words.
-    measured: a result file. predicted: the start of the keys in `predicted-rows.json`; "{}" is the row's name.
+    measured: a result file. predicted: keys in `predicted-rows.json`; "{}" is the row's name.
     before, after: names of the rows that are compared.
     """
 
@@ -75,7 +75,8 @@ README_LINES = (
     ),
     Line(
         "NorMuon step, against one matrix at a time",
-        "10 matrices of width 768", "72 matrices of width 768", "bench-muon-step-cpu", "muon_step {}", "plain",
+        "10 matrices of width 768", "72 matrices of width 768",
+        "bench-muon-step-cpu", "muon_step {}", "plain",
     ),
 )  # fmt: skip
 MEASURED = tuple(dict.fromkeys(line.measured for line in README_LINES))
@@ -104,7 +105,9 @@ SCREENS = {
     ),
 }
 PICTURE, PICTURED = "docs/diagnose.svg", "diagnose"
-_BLOCK = re.compile(r"(<!-- (figures|rows|predictions|screen [\w-]+):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- (figures|rows|predictions|screen [\w-]+):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL
+)
 
 Data = dict[str, Any]
 
@@ -196,9 +199,7 @@ def readme_table(results: dict[str, Data]) -> str:
     rows = ["| one step of | CPU, measured | H100, predicted |", "|---|---|---|"]
     for line in README_LINES:
         before, after = measured_rows(results, line)
-        measured = _cell(
-            (before["peak_bytes"], after["peak_bytes"]), (before["median_s"], after["median_s"])
-        )
+        measured = _cell((before["peak_bytes"], after["peak_bytes"]), (before["median_s"], after["median_s"]))
         old, new = predicted_rows(results, line, "h100")
         predicted = _cell((old["peak_bytes"], new["peak_bytes"]), (old["step_s"], new["step_s"]))
         rows.append(f"| {line.what} | {line.cpu}: {measured} | {line.gpu}: {predicted} |")
@@ -224,10 +225,14 @@ def predicted_rows(results: dict[str, Data], line: Line, device: str) -> tuple[D
 
 def rows_table(results: dict[str, Data]) -> str:
     """Return every measured row of the files behind the README's table."""
-    lines = ["| benchmark | row | time: median (p20 to p80) | peak | extra | error | note |", "|---" * 7 + "|"]
+    lines = [
+        "| benchmark | row | time: median (p20 to p80) | peak | extra | error | note |",
+        "|---" * 7 + "|",
+    ]
     for name in MEASURED:
         for row in results[name]["result"]["rows"]:
-            time = f"{units.seconds(row['median_s'])} ({units.seconds(row['p20_s'])} to {units.seconds(row['p80_s'])})"
+            median, low, high = (units.seconds(row[key]) for key in ("median_s", "p20_s", "p80_s"))
+            time = f"{median} ({low} to {high})"
             sizes = f"{units.size(row['peak_bytes'])} | {units.size(row['extra_bytes'])}"
             lines.append(
                 f"| [`{name}`](../results/{name}.json) | {row['impl']} | {time} | {sizes} | "

@@ -1,4 +1,4 @@
-"""`leanstep demo`: three training steps before and after a change, compared in every way; one table, one page."""
+"""`leanstep demo`: three training steps before and after a change; one table, one page."""
 
 from __future__ import annotations
 

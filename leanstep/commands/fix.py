@@ -105,9 +105,7 @@ def _fix_lines(fixes: Any, write: bool) -> list[str]:
     for finding, why in fixes.refused:
         lines.append(f"not changed: {finding.rule}  {_where(finding)}: {why}")
     if not fixes.offers:
-        lines.append(
-            "Nothing to fix mechanically." if fixes.refused else "No findings: nothing to fix."
-        )
+        lines.append("Nothing to fix mechanically." if fixes.refused else "No findings: nothing to fix.")
     else:
         lines += [f"The proof covers {PROVEN}.", f"It does not cover {NOT_PROVEN}."]
         files = ", ".join(short_path(str(path)) for path in fixes.changed)

@@ -25,7 +25,10 @@ _ARGS = Annotated[
 ]
 _DEVICE = Annotated[
     str | None,
-    typer.Option("--device", help="Simulated GPU: h100, a100, 4090, ...; up to four to compare (default: pyproject.toml's, h100)."),
+    typer.Option(
+        "--device",
+        help="Simulated GPU: h100, a100, 4090, ...; up to four to compare (default: pyproject.toml's, h100).",
+    ),
 ]
 _MACHINE = Annotated[
     str | None,
@@ -35,7 +38,9 @@ _NODES = Annotated[
     int | None, typer.Option("--nodes", min=1, help="World size: this many nodes of the machine.")
 ]
 _STEPS = Annotated[int, typer.Option("--steps", min=1, help="Steps to run; the last one is reported.")]
-_RANKS = Annotated[int | None, typer.Option("--ranks", min=1, help="World size (1, or --nodes times the node).")]
+_RANKS = Annotated[
+    int | None, typer.Option("--ranks", min=1, help="World size (1, or --nodes times the node).")
+]
 _CLOCK = Annotated[bool, typer.Option("--clock", help="Let the script's own clock show predicted time.")]
 _MODULE = Annotated[bool, typer.Option("-m", help="TARGET is a module, as in python -m.")]
 _JSON = Annotated[str | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]

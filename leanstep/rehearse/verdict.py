@@ -358,7 +358,9 @@ def text(report: Data) -> str:
     """Return the report as at most 40 lines of text, the verdict first."""
     lines = [report["verdict"]]
     if report["default_device"]:
-        lines.insert(0, f"{report['script']} selects no GPU: rehearsed with the GPU as torch's default device")
+        lines.insert(
+            0, f"{report['script']} selects no GPU: rehearsed with the GPU as torch's default device"
+        )
     if report["batches"]:
         lines.append(f"  {report['batches']}")
     if any("compile" in note for note in report["notes"]) or (report["time"] or {}).get("compiled"):
@@ -418,8 +420,8 @@ def _device_lines(devices: Sequence[Data]) -> list[str]:
 def _memory_lines(memory: Data) -> list[str]:
     at = memory["at"]
     lines = [
-        f"memory (predicted)  allocated {gib(memory['allocated_bytes'])}, reserved {gib(memory['reserved_bytes'])}, "
-        f"plus {gib(memory['context_bytes'])} CUDA context; peak in step {at['step']} at {at['line']}",
+        f"memory (predicted)  allocated {gib(memory['allocated_bytes'])}, "
+        f"reserved {gib(memory['reserved_bytes'])}, plus {gib(memory['context_bytes'])} CUDA context; peak in step {at['step']} at {at['line']}",
         "  " + ", ".join(f"{name} {gib(size)}" for name, size in memory["category_bytes"].items()),
     ]
     for owner in memory["owners"][:6]:

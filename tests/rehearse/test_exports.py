@@ -117,7 +117,13 @@ def test_the_search_ends_at_the_largest_value_that_fits(largest):
     def judge(value: str):
         asked.append(int(value))
         fits, needed = int(value) <= largest, 1000 * int(value) + 37
-        memory = {"fits": fits, "failed_line": "x:1", "allocated_bytes": needed, "reserved_bytes": needed, "context_bytes": 0}
+        memory = {
+            "fits": fits,
+            "failed_line": "x:1",
+            "allocated_bytes": needed,
+            "reserved_bytes": needed,
+            "context_bytes": 0,
+        }
         memory["capacity_bytes"] = 1000 * largest + 500
         return {
             "memory": memory,

@@ -48,7 +48,10 @@ def test_the_page_says_predicted_and_shows_the_verdict(report: dict, tmp_path: P
     page.add_section(
         target,
         "rehearse",
-        {**report, "to_fit": [{"text": "half", "needed_bytes": None, "why": "", "fits": False, "how": "rerun"}]},
+        {
+            **report,
+            "to_fit": [{"text": "half", "needed_bytes": None, "why": "", "fits": False, "how": "rerun"}],
+        },
     )
     text = target.read_text(encoding="utf-8")
     assert report["verdict"] in text and "still too much" in text
