@@ -486,6 +486,7 @@ def measure(
         **head,
         "case": benchmark.name,
         "size": label,
+        "budget_s": budget_s,
         "rows": list(results.by_name.values()),
     }, results.failed
 

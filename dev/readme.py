@@ -118,7 +118,9 @@ def take(root: Path, file: Path) -> None:
     size, *changes = result["size"].split(", ")
     module = result["case"].replace("-", "_")
     names = [row["impl"] for row in result["rows"]]
-    words = ["python -m", f"benchmarks.{module}", f"--impl {','.join(names)}", "--budget 20"]
+    policy = f"OMP_WAIT_POLICY={result['omp_wait_policy']} " if "omp_wait_policy" in result else ""
+    words = [f"{policy}python -m benchmarks.{module} --impl {','.join(names)}"]
+    words += [f"--budget {result['budget_s']:g}"]
     words += [f"--set {change}" for change in changes]
     if slow := [row["impl"] for row in result["rows"] if (row["samples"] or 0) < 5]:
         raise BadInput(f"{file}: fewer than five samples of {', '.join(slow)}")

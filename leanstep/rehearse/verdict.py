@@ -421,7 +421,8 @@ def _memory_lines(memory: Data) -> list[str]:
     at = memory["at"]
     lines = [
         f"memory (predicted)  allocated {gib(memory['allocated_bytes'])}, "
-        f"reserved {gib(memory['reserved_bytes'])}, plus {gib(memory['context_bytes'])} CUDA context; peak in step {at['step']} at {at['line']}",
+        f"reserved {gib(memory['reserved_bytes'])}, plus {gib(memory['context_bytes'])} CUDA context; "
+        f"peak in step {at['step']} at {at['line']}",
         "  " + ", ".join(f"{name} {gib(size)}" for name, size in memory["category_bytes"].items()),
     ]
     for owner in memory["owners"][:6]:

@@ -1,7 +1,7 @@
 """Every command of the README runs in the environment that the README makes.
 
-Of the set-up commands (git, make, pip) the targets and extras are checked. The others run as they are written,
-next to a copy of the examples.
+Of the set-up commands (git, make, pip) the targets and extras are checked. The others run as they are
+written, next to a copy of the examples.
 """
 
 from __future__ import annotations
