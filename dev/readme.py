@@ -36,48 +36,28 @@ from leanstep.files import BadInput, write_text  # noqa: E402
 class Line(NamedTuple):
     """One row of the README's table: two implementations, measured on a CPU and predicted for GPUs.
 
-    what: the workload in words. cpu, gpu: its sizes in words.
+    what: the workload in words; the sizes are those of the benchmarks `cpu` and `gpu`.
     measured: a result file. predicted: keys in `predicted-rows.json`; "{}" is the row's name.
     before, after: names of the rows that are compared.
     """
 
     what: str
-    cpu: str
-    gpu: str
     measured: str
     predicted: str
     before: str
     after: str = "leanstep"
 
 
-_TOY, _QWEN = "2 layers of width 256, 2 × 256 tokens", "Qwen2-0.5B, 4 × 1,024 tokens"
-_HEAD = "2,048 tokens, width 1,024, V = 32,000", "16,384 tokens, width 2,560, V = 76,032"
 README_LINES = (
+    Line("SFT in transformers, 25 % scored", "bench-sft-step-cpu", "sft_step {}", "transformers"),
+    Line("SFT, 100 % scored", "bench-sft-step-all-cpu", "sft_step {} response_frac=1.0", "transformers"),
+    Line("GRPO in TRL, 25 % scored", "bench-grpo-step-cpu", "grpo_step {}", "trl"),
+    Line("head alone, 25 % scored", "bench-logprob-linear-cpu", "logprob_linear {}", "plain"),
     Line(
-        "SFT in transformers, 25 % of the positions scored",
-        _TOY, _QWEN, "bench-sft-step-cpu", "sft_step {}", "transformers",
+        "head, against cut-cross-entropy",
+        "bench-logprob-linear-cpu", "logprob_linear {}", "cut-cross-entropy",
     ),
-    Line(
-        "the same, every position scored",
-        _TOY, _QWEN, "bench-sft-step-all-cpu", "sft_step {} response_frac=1.0", "transformers",
-    ),
-    Line(
-        "GRPO in TRL, 25 % of the positions scored",
-        _TOY, _QWEN, "bench-grpo-step-cpu", "grpo_step {}", "trl",
-    ),
-    Line(
-        "LM head alone, 25 % scored: log-probs and entropy, against plain code",
-        *_HEAD, "bench-logprob-linear-cpu", "logprob_linear {}", "plain",
-    ),
-    Line(
-        "the same, against cut-cross-entropy on the same rows, without entropy",
-        *_HEAD, "bench-logprob-linear-cpu", "logprob_linear {}", "cut-cross-entropy",
-    ),
-    Line(
-        "NorMuon step, against one matrix at a time",
-        "10 matrices of width 768", "72 matrices of width 768",
-        "bench-muon-step-cpu", "muon_step {}", "plain",
-    ),
+    Line("NorMuon, plain: matrix by matrix", "bench-muon-step-cpu", "muon_step {}", "plain"),
 )  # fmt: skip
 MEASURED = tuple(dict.fromkeys(line.measured for line in README_LINES))
 PREDICTED = "predicted-rows"
@@ -106,7 +86,7 @@ SCREENS = {
 }
 PICTURE, PICTURED = "docs/diagnose.svg", "diagnose"
 _BLOCK = re.compile(
-    r"(<!-- (figures|rows|predictions|screen [\w-]+):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL
+    r"(<!-- (figures|rows|predictions|screen [\w-]+(?: \d+)?):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL
 )
 
 Data = dict[str, Any]
@@ -190,7 +170,7 @@ def rendered(text: str, results: dict[str, Data]) -> str:
 
     def block(match: re.Match[str]) -> str:
         kind, _, name = match.group(2).partition(" ")
-        shown = screen_block(results, name) if kind == "screen" else blocks[kind]()
+        shown = screen_block(results, *name.split()) if kind == "screen" else blocks[kind]()
         return match.group(1) + shown + match.group(4)
 
     return _BLOCK.sub(block, text)
@@ -200,11 +180,14 @@ def readme_table(results: dict[str, Data]) -> str:
     """Return the README's table: memory first, then time, measured and predicted."""
     rows = ["| one step of | CPU, measured | H100, predicted |", "|---|---|---|"]
     for line in README_LINES:
-        before, after = measured_rows(results, line)
-        measured = _cell((before["peak_bytes"], after["peak_bytes"]), (before["median_s"], after["median_s"]))
+        measured = "not measured"
+        if line.measured in results:
+            before, after = measured_rows(results, line)
+            peaks, times = ((before[key], after[key]) for key in ("peak_bytes", "median_s"))
+            measured = _cell(peaks, times)
         old, new = predicted_rows(results, line, "h100")
         predicted = _cell((old["peak_bytes"], new["peak_bytes"]), (old["step_s"], new["step_s"]))
-        rows.append(f"| {line.what} | {line.cpu}: {measured} | {line.gpu}: {predicted} |")
+        rows.append(f"| {line.what} | {measured} | {predicted} |")
     return "\n".join(rows) + "\n"
 
 
@@ -231,7 +214,8 @@ def rows_table(results: dict[str, Data]) -> str:
         "| benchmark | row | time: median (p20 to p80) | peak | extra | error | note |",
         "|---" * 7 + "|",
     ]
-    for name in MEASURED:
+    names = [name for name in MEASURED if name in results]
+    for name in names:
         for row in results[name]["result"]["rows"]:
             median, low, high = (units.seconds(row[key]) for key in ("median_s", "p20_s", "p80_s"))
             time = f"{median} ({low} to {high})"
@@ -240,7 +224,7 @@ def rows_table(results: dict[str, Data]) -> str:
                 f"| [`{name}`](../results/{name}.json) | {row['impl']} | {time} | {sizes} | "
                 f"{units.small(row['error'])} | {row['note']} |"
             )
-    places = {_place(results[name]["result"]) for name in MEASURED}
+    places = {_place(results[name]["result"]) for name in names}
     return "\n".join([*lines, "", f"Measured on {'; '.join(sorted(places))}.", ""])
 
 
@@ -262,9 +246,9 @@ def predictions_table(results: dict[str, Data]) -> str:
     return "\n".join([*lines, ""])
 
 
-def screen_block(results: dict[str, Data], name: str) -> str:
+def screen_block(results: dict[str, Data], name: str, lines_shown: str = "") -> str:
     """Return the command and the first lines of what it printed, clipped to the page."""
-    held, most = results["screens"][name], SCREENS[name].most
+    held, most = results["screens"][name], int(lines_shown or SCREENS[name].most)
     lines = [clip(line, 110) for line in held["screen"].splitlines()]
     more = ["  …"] if len(lines) > most else []
     return "\n".join(["```", f"$ {held['command']}", *lines[:most], *more, "```", ""])
