@@ -95,6 +95,8 @@ Data = dict[str, Any]
 def take(root: Path, file: Path) -> None:
     """Write the result of one benchmark (`--json`) to `results/`, with the command that repeats it."""
     result = json.loads(file.read_text(encoding="utf-8"))
+    if slow := [row["impl"] for row in result["rows"] if (row["samples"] or 0) < 5]:
+        raise BadInput(f"{file}: fewer than five samples of {', '.join(slow)}")
     size, *changes = result["size"].split(", ")
     module = result["case"].replace("-", "_")
     names = [row["impl"] for row in result["rows"]]
@@ -102,8 +104,6 @@ def take(root: Path, file: Path) -> None:
     words = [f"{policy}python -m benchmarks.{module} --impl {','.join(names)}"]
     words += [f"--budget {result['budget_s']:g}"]
     words += [f"--set {change}" for change in changes]
-    if slow := [row["impl"] for row in result["rows"] if (row["samples"] or 0) < 5]:
-        raise BadInput(f"{file}: fewer than five samples of {', '.join(slow)}")
     name = file.stem.replace("_", "-")
     write_result(root, f"bench-{name}-{size}", " ".join(words), result)
 

@@ -147,8 +147,8 @@ def test_the_page_sorts_by_error_and_summarises_first_predictions_of_blind_rows(
     assert "| transformer, eager | 4 | 1.00 | 1.16 | 2.00 | 75% |" in text and "1.05 (first 1.10)" in text
     assert "- f stops: no such thing" in text and "[b, 2026](https://github.com/a/b)" in text
     assert "6 rows, 1 of them recorded by an earlier one and priced again" in text
-    quoted = page.quoted(results)
-    assert quoted.startswith("- **Predictions you can check.** Of 4 published step times")
+    quoted = page.quoted(results, "published.md")
+    assert quoted.startswith("Accuracy: of 4 published step times")
     assert "half are predicted within 11 %, 90 % within 100 %, and 75 % are inside" in quoted
 
 
