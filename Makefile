@@ -39,7 +39,7 @@ GPU    ?= cuda
 test-gpu: $(VENV)/.test
 	LEANSTEP_TEST_DEVICE=$(GPU) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The host half of test-gpu on a machine that only says it has a GPU: sync debugging, kernels that are not
+# The host half of test-gpu with a mocked torch.cuda: sync debugging, kernels that are not
 # interpreted, devices to choose from. Tests that need the device's memory are skipped.
 HOST := tests/diagnose tests/commands tests/on_device tests/test_pretended_cuda.py
 # Long runs of whole programs, which ask for no device.
@@ -48,7 +48,7 @@ LONG := --ignore=tests/commands/test_demo.py --ignore=tests/diagnose/test_third_
 test-pretend: $(VENV)/.test
 	LEANSTEP_TEST_DEVICE=pretended OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(HOST) $(LONG) $(PYTEST_ARGS)
 
-# Checks of kernels that take too long for CI, see docs/kernels.md.
+# Checks of kernels that take too long for CI, see docs/gpu.md.
 launched-kernels: $(VENV)/.test
 	$(BIN)/python dev/launched_kernels.py
 

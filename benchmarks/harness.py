@@ -58,6 +58,8 @@ SLOW_BOX_S = 900.0
 # abandoned, so that it does not delay the others.
 TIME_BOX = 2.0
 MIN_BOX_S = 20.0
+# Medians are of at least this many rounds, if those take no longer than the time box.
+MIN_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -332,7 +334,16 @@ class _Results:
 
     def __init__(self, rows: list[Row], box_s: float) -> None:
         figures = dict.fromkeys(
-            ("median_s", "p20_s", "p80_s", "time_ratio", "peak_bytes", "extra_bytes", "memory_ratio")
+            (
+                "median_s",
+                "p20_s",
+                "p80_s",
+                "samples",
+                "time_ratio",
+                "peak_bytes",
+                "extra_bytes",
+                "memory_ratio",
+            )
         )
         self.by_name: dict[str, dict[str, Any]] = {
             row.name: {
@@ -455,6 +466,7 @@ def measure(
                 {name: results.guarded(name, step) for name, step in steps.items()},
                 budget_s=budget_s,
                 box_s=results.box_s,
+                min_rounds=MIN_ROUNDS,
                 device=device,
                 first_calls=first_calls,
             )
@@ -473,6 +485,7 @@ def measure(
         **head,
         "case": benchmark.name,
         "size": label,
+        "budget_s": budget_s,
         "rows": list(results.by_name.values()),
     }, results.failed
 
@@ -537,6 +550,7 @@ def _fill(
     figures["median_s"] = timing.median_s * row.time_scale
     figures["p20_s"] = timing.p20_s * row.time_scale
     figures["p80_s"] = timing.p80_s * row.time_scale
+    figures["samples"] = timing.samples
     # A first call far above the median compiles or fills a cache; it is reported separately.
     if timing.first_call_s > 3 * timing.median_s and timing.first_call_s - timing.median_s > 0.5:
         results.note(row.name, f"first call {timing.first_call_s:.1f} s")

@@ -3,7 +3,7 @@
     python dev/calibrate.py                  error of the committed constants, and with one trace left out
     python dev/calibrate.py --fit            fit again on all tables and print the constants
     python dev/calibrate.py --worst 20       the rows that are furthest off
-    python dev/calibrate.py --markdown       the error table of docs/rehearse_errors.md
+    python dev/calibrate.py --markdown       an error table by kind of kernel
     python dev/calibrate.py --extract T.json.gz   the table of one trace of torch's profiler
 
 Rows of a table are kernels with their shapes (dev/traces). The fit is a coordinate search over a dozen

@@ -1,4 +1,4 @@
-"""What `mkdocs` builds beyond the pages in docs/: rule pages, API pages, and a gallery of report pages.
+"""The pages of the site that are generated: rules, API, and a gallery of report pages.
 
 mkdocs calls the `on_*` functions (mkdocs.yml names this file as a hook). Nothing is copied by hand: rule
 pages come from the rules, API pages from docstrings, report pages from the files in results/.
@@ -18,8 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 # Page -> modules whose public names it lists.
 API = {
-    "logprob": ["leanstep.heads"],
-    "objectives": ["leanstep.heads"],
+    "heads": ["leanstep.heads"],
     "muon": ["leanstep.muon"],
     "lens": ["leanstep.lens"],
     "diagnose": ["leanstep.diagnose", "leanstep.pytest_plugin"],
@@ -41,7 +40,7 @@ def on_config(config: Any) -> Any:
     for part in config.nav:
         if "Rules" in part:
             part["Rules"] = ["rules/index.md", *({name: f"rules/{name}.md"} for name in RULES)]
-        for entry in part.get("Reference", []):
+        for entry in part.get("Library", []):
             if "API" in entry:
                 entry["API"] = ["api/index.md", *({name: f"api/{name}.md"} for name in API)]
     return config

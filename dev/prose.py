@@ -1,7 +1,8 @@
 """Patterns that make text hard to read: `python dev/prose.py` lists them and exits 1 if there are any.
 
-Reads Markdown outside code blocks, and comments, docstrings and messages in Python. Files or folders named on
-the command line replace the default list. The rules are the ones that readers stumbled over most often; they
+Reads Markdown outside code blocks, comments, docstrings and messages in Python, YAML, TOML, the Makefile and
+shell scripts, and the text of HTML templates. Files or folders named on the command line replace the default
+list. The rules are the ones that readers stumbled over most often; they
 are no substitute for reading. A line that ends in `prose: ignore` is left alone.
 """
 
@@ -20,6 +21,17 @@ READ_BY_PEOPLE = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
+    "SKILL.md",
+    "llms.txt",
+    "CITATION.cff",
+    "Makefile",
+    "action.yml",
+    "mkdocs.yml",
+    "pyproject.toml",
+    ".pre-commit-hooks.yaml",
+    ".github",
+    ".ci/run",
     "docs",
     "leanstep",
     "examples",
@@ -27,8 +39,8 @@ READ_BY_PEOPLE = (
     "benchmarks",
     "dev",
 )
-# Practice scripts that imitate other people's code, and the patterns themselves.
-SKIPPED = ("tests/diagnose/steps", "dev/prose.py")
+# Practice scripts that imitate other people's code, the patterns themselves, and printed verdicts.
+SKIPPED = ("tests/diagnose/steps", "dev/prose.py", "docs/museum.md")
 
 UNITS = (
     r"ms|µs|us|ns|seconds|minutes|GiB|MiB|KiB|GB|MB|bytes|FLOPs?|kernels|once|twice|times|tokens|rows|copies"
@@ -68,7 +80,26 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"\b(?:die|dies|died)\b(?! (?:with|by) (?:exit|signal))", 'write "exits", "ends", "is freed"'),
     (r"\bnot seen (?:yet|before)\b(?! by)", 'write "new" or "unseen"'),
 )
-PATTERNS = [(re.compile(pattern, re.IGNORECASE), advice) for pattern, advice in RULES]
+# Only in pages, templates and YAML: code has its own names and a longer history.
+PAGE_RULES: tuple[tuple[str, str], ...] = (
+    (r"\bbesides?\b", 'write "next to", "in addition to" or "compared with"'),
+    (r"\bat once\b", 'write "immediately" or "at the same time"'),
+    (r"\bdearest\b", 'write "most expensive"'),
+    (r"\bthe (?:fp64|float64) truth\b", 'write "fp64 reference"'),
+    (
+        r"\bhands? over\b|\b(?:is|are) handed\b|\bheld against\b|\bhears\b",
+        'write "passes", "is compared with"',
+    ),
+    (
+        r"\blabelled\b|\bnormalis|\borthogonalis|\brecognis|\bsummaris|\boptimis[ei]|\bvectoris|\butilisation",
+        "American spelling: -ize",
+    ),
+    (r"\bcolours?\b|\bbehaviour|\bneighbour|\blicence\b|\bmodelled\b|\bcancelled\b", "American spelling"),
+)
+PATTERNS, PAGE_PATTERNS = (
+    [(re.compile(pattern, re.IGNORECASE), advice) for pattern, advice in rules]
+    for rules in (RULES, PAGE_RULES)
+)
 VAGUE_NAMES = {"found", "kept", "made", "given"}
 IGNORE = "prose: ignore"
 FENCE = re.compile(r"^\s*(```|~~~)")
@@ -80,9 +111,10 @@ def violations(paths: list[Path]) -> list[str]:
     lines = []
     for path in text_files(paths):
         text = path.read_text(encoding="utf-8")
-        pieces = markdown_lines(text) if path.suffix == ".md" else python_texts(text)
+        pieces = READERS.get(path.suffix, plain_lines)(text)
         ignored = {number for number, line in enumerate(text.splitlines(), 1) if IGNORE in line}
-        problems = [*broken_patterns(pieces), *(vague_names(text) if path.suffix == ".py" else ())]
+        patterns = PATTERNS if path.suffix == ".py" else PATTERNS + PAGE_PATTERNS
+        problems = [*broken_patterns(pieces, patterns), *(vague_names(text) if path.suffix == ".py" else ())]
         shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         lines += [
             f"{shown}:{number}: {problem}" for number, problem in sorted(problems) if number not in ignored
@@ -92,7 +124,7 @@ def violations(paths: list[Path]) -> list[str]:
 
 def text_files(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
-        files = sorted(f for f in path.rglob("*") if f.suffix in (".md", ".py")) if path.is_dir() else [path]
+        files = sorted(f for f in path.rglob("*") if f.suffix in READERS) if path.is_dir() else [path]
         for file in files:
             if not any(skipped in file.as_posix() for skipped in SKIPPED):
                 yield file
@@ -108,6 +140,23 @@ def markdown_lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, INLINE_CODE.sub("``", line)
 
 
+def template_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The text of an HTML template: no tags, no expressions, no styles and scripts."""
+    inside = False
+    for number, line in enumerate(text.splitlines(), 1):
+        inside = (inside or re.match(r"\s*<(?:style|script)\b", line) is not None) and not re.search(
+            r"</(?:style|script)>", line
+        )
+        if not inside:
+            yield number, re.sub(r"\{[%#].*?[%#]\}|<[^<>]*>", " ", line)
+
+
+def plain_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Every line, without inline code: YAML, TOML, shell."""
+    for number, line in enumerate(text.splitlines(), 1):
+        yield number, INLINE_CODE.sub("``", line)
+
+
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
     """Comments, docstrings and string literals of more than one word, line by line."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -120,9 +169,19 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno + offset, INLINE_CODE.sub("``", line)
 
 
-def broken_patterns(pieces: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+READERS = {
+    ".md": markdown_lines,
+    ".py": python_texts,
+    ".j2": template_lines,
+    **dict.fromkeys((".yml", ".yaml", ".toml", ".cff", ".txt", ".sh"), plain_lines),
+}
+
+
+def broken_patterns(
+    pieces: Iterator[tuple[int, str]], patterns: list[tuple[re.Pattern[str], str]]
+) -> Iterator[tuple[int, str]]:
     for number, line in pieces:
-        for pattern, advice in PATTERNS:
+        for pattern, advice in patterns:
             if match := pattern.search(line):
                 yield number, f'"{match.group().strip()}": {advice}'
 

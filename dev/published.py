@@ -48,6 +48,8 @@ ROOT = Path(__file__).parents[1]
 PUBLICATIONS, RESULTS = ROOT / "dev" / "publications", ROOT / "results" / "published"
 PAGE = ROOT / "docs" / "published.md"
 TABLE = "PUBLISHED"
+# Pages with the sentence about blind rows, and their link to the table.
+QUOTED = {"README.md": "docs/published.md", "docs/accuracy.md": "published.md"}
 QUOTE = re.compile(r"(<!-- published:begin -->\n).*?(<!-- published:end -->)", re.DOTALL)
 Data = dict[str, Any]
 
@@ -354,9 +356,11 @@ def load_results(folder: Path = RESULTS) -> list[Data]:
 def write_page() -> None:
     results = load_results()
     write_text(PAGE, published_page.page(results), "page")
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    write_text(readme, QUOTE.sub(rf"\g<1>{published_page.quoted(results)}\n\g<2>", text), "README")
+    for name, link in QUOTED.items():
+        page = ROOT / name
+        sentence = published_page.quoted(results, link)
+        text = QUOTE.sub(rf"\g<1>{sentence}\n\g<2>", page.read_text(encoding="utf-8"))
+        write_text(page, text, name)
 
 
 if __name__ == "__main__":

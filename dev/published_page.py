@@ -138,8 +138,8 @@ def section(results: Sequence[Data]) -> str:
     return "\n".join([*figure_table(results), *stopped_lines(results)])
 
 
-def quoted(results: Sequence[Data]) -> str:
-    """The line of the README: first predictions of blind rows only."""
+def quoted(results: Sequence[Data], page: str) -> str:
+    """The sentence of README and docs: first predictions of blind rows only. page: link to the table."""
     figures = [
         figure
         for result, figure in blind_figures(results)
@@ -149,8 +149,7 @@ def quoted(results: Sequence[Data]) -> str:
     half, most = (100 * (percentile(factors, share) - 1) for share in (0.5, 0.9))
     inside = 100 * sum(figure["inside"] for figure in figures) / len(figures)
     return (
-        f"- **Predictions you can check.** Of {len(figures)} published step times that were compared only "
-        f"after the prediction was recorded, half are predicted within {half:.0f} %, 90 % within "
-        f"{most:.0f} %, and {inside:.0f} % are inside the stated interval: [the table](docs/published.md), "
-        "`python dev/published.py`."
+        f"Accuracy: of {len(figures)} published step times that were compared only after the prediction was "
+        f"recorded, half are predicted within {half:.0f} %, 90 % within {most:.0f} %, and {inside:.0f} % are "
+        f"inside the stated interval ([every row]({page}))."
     )

@@ -1,38 +1,32 @@
-"""The figures of README and docs: measured here, kept in `results/`, written between markers, never by hand.
+"""The figures of README and docs: kept in `results/`, written between markers, never by hand.
 
-    python dev/readme.py                 # measure every line, write results/ and the tables
-    python dev/readme.py polar sft-step  # only these cases
-    python dev/readme.py --screens       # run only the commands whose output the README shows
-    python dev/readme.py --render        # the tables again from results/, nothing is measured
+    python dev/readme.py sft_step.json ...   # take results (--json) into results/, then --render
+    python dev/readme.py --screens [NAME]    # run commands whose output the pages show, then --render
+    python dev/readme.py --render            # the tables again from results/, nothing is measured
 
-Each case gives one result file with the command that repeats it and the roofline of its rows, measured in the
-same run. A test renders the tables again from the committed files.
+Measured rows come from `python -m benchmarks.NAME --json FILE`, predicted ones from `predicted_rows.py`. A
+test renders the tables again from the committed files.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "dev")]
 
-from roofline import roofline_s  # noqa: E402
-
-from benchmarks.harness import Benchmark, limit_of  # noqa: E402
-from benchmarks.harness import measure as run_benchmark  # noqa: E402
 from leanstep import units  # noqa: E402
 from leanstep.commands.terminal import coloured  # noqa: E402
 from leanstep.escape import clip  # noqa: E402
@@ -40,108 +34,102 @@ from leanstep.files import BadInput, write_text  # noqa: E402
 
 
 class Line(NamedTuple):
-    """One line of a table: a case, what the reader calls it, and the row that is leanstep's.
+    """One row of the README's table: two implementations, measured on a CPU and predicted for GPUs.
 
-    `also`: a row other than the reference that the factor is given against as well, and its name in words.
+    what: the workload in words; the sizes are those of the benchmarks `cpu` and `gpu`.
+    measured: a result file. predicted: keys in `predicted-rows.json`; "{}" is the row's name.
+    before, after: names of the rows that are compared.
     """
 
-    case: str
-    size: str
     what: str
-    impl: str = "leanstep"
-    also: tuple[str, str] | None = None
+    measured: str
+    predicted: str
+    before: str
+    after: str = "leanstep"
 
 
-# The README's table: at most five lines.
 README_LINES = (
-    Line("logprob-linear", "cpu", "log-probs and entropy of 25 % of the rows, LM head included"),
-    Line("sft-step", "cpu", "SFT step in transformers"),
-    Line("grpo-step", "cpu", "GRPO step in TRL, 25 % completion tokens"),
-    Line("muon-step", "seed", "NorMuon step, 60 matrices, bfloat16", "leanstep-bf16"),
+    Line("SFT in transformers, 25 % scored", "bench-sft-step-cpu", "sft_step {}", "transformers"),
+    Line("SFT, 100 % scored", "bench-sft-step-all-cpu", "sft_step {} response_frac=1.0", "transformers"),
+    Line("GRPO in TRL, 25 % scored", "bench-grpo-step-cpu", "grpo_step {}", "trl"),
+    Line("head alone, 25 % scored", "bench-logprob-linear-cpu", "logprob_linear {}", "plain"),
+    Line(
+        "head, against cut-cross-entropy",
+        "bench-logprob-linear-cpu", "logprob_linear {}", "cut-cross-entropy",
+    ),
+    Line("NorMuon, plain: matrix by matrix", "bench-muon-step-cpu", "muon_step {}", "plain"),
+)  # fmt: skip
+MEASURED = tuple(dict.fromkeys(line.measured for line in README_LINES))
+PREDICTED = "predicted-rows"
+PAGES = ("README.md", "docs/measuring.md", "docs/rehearse.md", "docs/tutorial.md")
+
+
+class Screen(NamedTuple):
+    """A command whose output a page shows, from the line that starts with `first`, at most `most` lines."""
+
+    command: str
+    first: str
+    most: int = 40
+
+
+_SFT = "examples/sft"
+_REHEARSE = "leanstep rehearse {} --device h100 -- --batch-size 64"
+SCREENS = {
+    "diagnose": Screen(f"leanstep diagnose {_SFT}/before.py", "leanstep diagnose "),
+    "fix": Screen(f"leanstep fix {_SFT}/before.py --select dead-rows,full-vocab", "full-vocab"),
+    "prove": Screen(f"leanstep prove {_SFT}/before.py {_SFT}/after.py", "before.py  →"),
+    "rehearse-before": Screen(_REHEARSE.format(f"{_SFT}/before.py"), "predicted on ", 6),
+    "rehearse-after": Screen(_REHEARSE.format(f"{_SFT}/after.py"), "predicted on ", 6),
+    "sweep": Screen(
+        f"leanstep rehearse {_SFT}/before.py --device 4090 --sweep batch-size=fit", "predicted on "
+    ),
+}
+PICTURE, PICTURED = "docs/diagnose.svg", "diagnose"
+_BLOCK = re.compile(
+    r"(<!-- (figures|rows|predictions|screen [\w-]+(?: \d+)?):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL
 )
-# The table of docs/measuring.md: the README's lines and these.
-MORE_LINES = (
-    Line("logprob-logits", "cpu", "log-probs and entropy from existing logits"),
-    Line("policy-loss", "cpu", "the whole policy objective on those rows"),
-    Line("lens-loss", "seed", "controller loss, loops of an older MegaContext", also=("eager", "eager ops")),
-    Line("lens-step", "cpu", "training step with a controller"),
-    Line("polar", "cpu", "Polar Express in float32, 768 × 3072"),
-    Line("polar", "cpu", "the same in bfloat16, as `auto` picks on this CPU", "leanstep-bf16"),
-    Line("polar", "square", "Polar Express in float32, 768 × 768"),
-    Line("muon-step", "seed", "the NorMuon step in float32"),
-    Line("transpose-copy", "cpu", "copy a 768 × 50,304 matrix transposed"),
-    Line("transpose-add", "cpu", "add a transposed 768 × 50,304 gradient"),
-    Line("bank-access", "cpu", "weights of 11 layers out of a bank, and back"),
-)
-# The table of docs/objectives.md.
-OBJECTIVE_LINES = (
-    Line("distill", "cpu", "JSD to a wider teacher's head, V = 32,000, a quarter of 2,048 rows"),
-    Line("distill", "all", "the same, all of 1,024 rows"),
-    Line("dpo", "cpu", "DPO with a reference head, a quarter of 2,048 positions are completions"),
-)
-LINES = (*README_LINES, *MORE_LINES, *OBJECTIVE_LINES)
-PAGES = ("README.md", "docs/measuring.md", "docs/objectives.md")
-# The commands whose output the README shows: one as a picture, one as text.
-SCREEN_SCRIPT = "examples/rl/before.py"
-DIAGNOSE = f"leanstep diagnose {SCREEN_SCRIPT}"
-REHEARSE = f"leanstep rehearse {SCREEN_SCRIPT} --device h100"
-PICTURE = "docs/diagnose.svg"
-_BLOCK = re.compile(r"(<!-- ((?:\w+-)?figures|verdict):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL)
 
 Data = dict[str, Any]
 
 
-def measure(cases: Collection[str], budget_s: float) -> None:
-    """Measure the lines of these cases, write `results/*.json`, rewrite the tables."""
-    (ROOT / "results").mkdir(exist_ok=True)
-    for name, size in dict.fromkeys((line.case, line.size) for line in LINES if line.case in cases):
-        print(name, size, flush=True)
-        module = f"benchmarks.{name.replace('-', '_')}"
-        benchmark = importlib.import_module(module).BENCHMARK
-        shown, failed = run_benchmark(benchmark, size, budget_s=budget_s)
-        if failed:
-            raise BadInput(f"{name}: parity failed for {failed[0].tensor}; nothing to write")
-        impls = [line.impl for line in LINES if (line.case, line.size) == (name, size)]
-        command = f"python -m {module} --size {size}"
-        rooflines = {
-            impl: least for impl in impls if (least := roofline(benchmark, size, impl, shown["rows"]))
-        }
-        write_result(ROOT, f"bench-{name}-{size}", command, shown, roofline_s=rooflines)
+def take(root: Path, file: Path) -> None:
+    """Write the result of one benchmark (`--json`) to `results/`, with the command that repeats it."""
+    result = json.loads(file.read_text(encoding="utf-8"))
+    if slow := [row["impl"] for row in result["rows"] if (row["samples"] or 0) < 5]:
+        raise BadInput(f"{file}: fewer than five samples of {', '.join(slow)}")
+    size, *changes = result["size"].split(", ")
+    module = result["case"].replace("-", "_")
+    names = [row["impl"] for row in result["rows"]]
+    policy = f"OMP_WAIT_POLICY={result['omp_wait_policy']} " if "omp_wait_policy" in result else ""
+    words = [f"{policy}python -m benchmarks.{module} --impl {','.join(names)}"]
+    words += [f"--budget {result['budget_s']:g}"]
+    words += [f"--set {change}" for change in changes]
+    name = file.stem.replace("_", "-")
+    write_result(root, f"bench-{name}-{size}", " ".join(words), result)
 
 
-def roofline(benchmark: Benchmark, size: str, impl: str, rows: Sequence[Data]) -> float | None:
-    """The least seconds of a row: what its limit does, at the fastest this machine can do it."""
-    named = {row["impl"]: row for row in rows}
-    limit = limit_of(named, impl)
-    # A row this machine leaves out (emulated bfloat16, say) needs no bound, which would take minutes to find.
-    if limit is None or not named[impl]["median_s"]:
-        return None
-    workload = benchmark.workload(benchmark.params(size), benchmark.bench_dtype)
-    # A row in half precision may use the faster of both: the limit counts FLOPs in the bench's own dtype.
-    dtypes = (torch.bfloat16, torch.float32) if impl.endswith("bf16") else ()
-    bound = roofline_s(benchmark.row(limit["impl"]), workload, faster_dtypes=dtypes)
-    # The limit row itself was measured, too: its fastest fifth may be below what was found apart from it.
-    return min(bound, limit["p20_s"])
-
-
-def write_result(root: Path, name: str, command: str, result: Data, **more: Any) -> None:
-    """One result file: the figures and the command that repeats them."""
+def write_result(root: Path, name: str, command: str, result: Data) -> None:
+    """Write one result file: the figures and the command that repeats them."""
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    held = {"command": command, "date": when, **more, "result": result}
-    text = json.dumps(held, indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps({"command": command, "date": when, "result": result}, indent=1, ensure_ascii=False)
     write_text(root / "results" / f"{name}.json", text + "\n", "results")
 
 
-def run_screens(root: Path) -> None:
-    """Run the commands that the README shows and write what they print."""
-    write_result(root, "diagnose-rl-before", DIAGNOSE, {"screen": printed_by(DIAGNOSE, "leanstep diagnose ")})
-    write_result(root, "rehearse-rl-before", REHEARSE, {"screen": printed_by(REHEARSE, "predicted on ")})
+def run_screens(root: Path, names: Sequence[str]) -> None:
+    """Run commands that the pages show and write what they print."""
+    held = load_results(root).get("screens", {})
+    for name in names:
+        screen = SCREENS[name]
+        held[name] = {"command": screen.command, "screen": printed_by(screen.command, screen.first)}
+        text = json.dumps(held, indent=1, ensure_ascii=False) + "\n"
+        write_text(root / "results" / "screens.json", text, "results")
 
 
 def printed_by(command: str, first: str) -> str:
     """Return what the command prints from the line that starts with `first` on."""
     words = [sys.executable, "-m", *command.split()]
-    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    wide = {**os.environ, "COLUMNS": "110"}
+    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900, env=wide)
     if ran.returncode:
         raise BadInput(f"{command} failed: {ran.stderr.strip()[-200:]}")
     return ran.stdout[ran.stdout.index(first) :].rstrip() + "\n"
@@ -163,7 +151,7 @@ def rewrite(root: Path) -> None:
     for name in PAGES:
         page = root / name
         write_text(page, rendered(page.read_text(encoding="utf-8"), results), name)
-    write_picture(root, results["diagnose-rl-before"]["result"]["screen"])
+    write_picture(root, results["screens"][PICTURED]["screen"])
 
 
 def load_results(root: Path) -> dict[str, Data]:
@@ -173,105 +161,97 @@ def load_results(root: Path) -> dict[str, Data]:
 
 
 def rendered(text: str, results: dict[str, Data]) -> str:
-    """The text with every marked block rendered from the results; a block without results stays empty."""
+    """Return the text with every marked block rendered from the results."""
     blocks = {
-        "figures": figures_table(results, README_LINES, "results", brief=True),
-        "more-figures": figures_table(results, (*README_LINES, *MORE_LINES), "../results"),
-        "objective-figures": figures_table(results, OBJECTIVE_LINES, "../results"),
-        "verdict": verdict_block(results),
+        "figures": lambda: readme_table(results),
+        "rows": lambda: rows_table(results),
+        "predictions": lambda: predictions_table(results),
     }
-    return _BLOCK.sub(lambda m: m.group(1) + blocks[m.group(2)] + m.group(4), text)
+
+    def block(match: re.Match[str]) -> str:
+        kind, _, name = match.group(2).partition(" ")
+        shown = screen_block(results, *name.split()) if kind == "screen" else blocks[kind]()
+        return match.group(1) + shown + match.group(4)
+
+    return _BLOCK.sub(block, text)
 
 
-def figures_table(results: dict[str, Data], lines: Sequence[Line], folder: str, brief: bool = False) -> str:
-    """A table of figures; under it what the named peers do differently, and the machine.
+def readme_table(results: dict[str, Data]) -> str:
+    """Return the README's table: memory first, then time, measured and predicted."""
+    rows = ["| one step of | CPU, measured | H100, predicted |", "|---|---|---|"]
+    for line in README_LINES:
+        measured = "not measured"
+        if line.measured in results:
+            before, after = measured_rows(results, line)
+            peaks, times = ((before[key], after[key]) for key in ("peak_bytes", "median_s"))
+            measured = _cell(peaks, times)
+        old, new = predicted_rows(results, line, "h100")
+        predicted = _cell((old["peak_bytes"], new["peak_bytes"]), (old["step_s"], new["step_s"]))
+        rows.append(f"| {line.what} | {measured} | {predicted} |")
+    return "\n".join(rows) + "\n"
 
-    brief: without the roofline, what the other libraries compute and the explanation of the columns.
-    """
-    shown, environments = [], set()
-    notes: list[str] = []
-    for line in lines:
-        name = f"bench-{line.case}-{line.size}"
-        held = results.get(name)
-        if held is None:
-            continue
-        result = held["result"]
-        rows = {row["impl"]: row for row in result["rows"]}
-        plain, fast = result["rows"][0], rows.get(line.impl)
-        if fast is None or not plain["median_s"] or not fast["median_s"]:
-            continue
-        environments.add((result["device"], result["threads"], result["torch"]))
-        link = f"[`{line.case}`]({folder}/{name}.json)"
-        bound = held.get("roofline_s", {}).get(line.impl)
-        cells = [
-            f"{line.what} ({link})",
-            units.seconds(plain["median_s"]),
-            units.seconds(fast["median_s"]),
-            _factor(line, fast, rows),
-            f"{units.size(plain['extra_bytes'])} → {units.size(fast['extra_bytes'])}",
-            _best_peer(result["rows"], notes),
-            units.seconds(bound),
-        ]
-        if brief:
-            cells.pop()
-        shown.append("| " + " | ".join(cells) + " |")
-    if not shown:
-        return ""
-    columns = ["", "plain code", "leanstep", "faster", "extra memory", "fastest other library", "roofline"]
-    if brief:
-        columns.pop()
-    head = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    machines = "; ".join(
-        f"{device}, {threads} threads, torch {torch}" for device, threads, torch in sorted(environments)
+
+def _cell(peaks: tuple[int, int], times: tuple[float, float]) -> str:
+    memory = " → ".join(units.size(peak) for peak in peaks)
+    time = " → ".join(units.seconds(t) for t in times)
+    return f"{memory}; {time} (**{units.ratio(times[0] / times[1])}**)"
+
+
+def measured_rows(results: dict[str, Data], line: Line) -> tuple[Data, Data]:
+    rows = {row["impl"]: row for row in results[line.measured]["result"]["rows"]}
+    return rows[line.before], rows[line.after]
+
+
+def predicted_rows(results: dict[str, Data], line: Line, device: str) -> tuple[Data, Data]:
+    rows = results[PREDICTED]["rows"]
+    before, after = (f"{line.predicted.format(name)} on {device}" for name in (line.before, line.after))
+    return rows[before], rows[after]
+
+
+def rows_table(results: dict[str, Data]) -> str:
+    """Return every measured row of the files behind the README's table."""
+    lines = [
+        "| benchmark | row | time: median (p20 to p80) | peak | extra | error | note |",
+        "|---" * 7 + "|",
+    ]
+    names = [name for name in MEASURED if name in results]
+    for name in names:
+        for row in results[name]["result"]["rows"]:
+            median, low, high = (units.seconds(row[key]) for key in ("median_s", "p20_s", "p80_s"))
+            time = f"{median} ({low} to {high})"
+            sizes = f"{units.size(row['peak_bytes'])} | {units.size(row['extra_bytes'])}"
+            lines.append(
+                f"| [`{name}`](../results/{name}.json) | {row['impl']} | {time} | {sizes} | "
+                f"{units.small(row['error'])} | {row['note']} |"
+            )
+    places = {_place(results[name]["result"]) for name in names}
+    return "\n".join([*lines, "", f"Measured on {'; '.join(sorted(places))}.", ""])
+
+
+def _place(result: Data) -> str:
+    return (
+        f"{result['device']}, {result['threads']} threads, torch {result['torch']}, "
+        f"leanstep {result['leanstep']}"
     )
-    how = "Forward and backward, median of alternating repetitions in one process."
-    if not brief:
-        how += (
-            " Written by `python dev/readme.py`. The fastest other library is listed if it is faster than "
-            "the plain code. Roofline: the unavoidable matrix products (or bytes) at the highest rate that "
-            "this machine reached in the same run."
-        )
-    if brief:
-        shown, notes = [re.sub(r"<sup>\d+</sup>", "", row) for row in shown], []
-    footnotes = [f"<sup>{number}</sup> {note}." for number, note in enumerate(notes, 1)]
-    below = [" ".join(["Other libraries:", *footnotes]), ""] if notes else []
-    return "\n".join([*head, *shown, "", *below, f"{how} {machines}.", ""])
 
 
-def _factor(line: Line, fast: Data, rows: dict[str, Data]) -> str:
-    """How many times faster than the plain code, and than another row where the line names one."""
-    factor = f"**{units.ratio(fast['time_ratio'])}**"
-    other = rows.get(line.also[0]) if line.also else None
-    if line.also is None or other is None or not other["median_s"]:
-        return factor
-    return f"{factor}; {units.ratio(other['median_s'] / fast['median_s'])} against {line.also[1]}"
+def predictions_table(results: dict[str, Data]) -> str:
+    """Return every predicted row, with its interval."""
+    lines = ["| row | fits | peak | time per step (interval) | bound by |", "|---" * 5 + "|"]
+    for name, row in results[PREDICTED]["rows"].items():
+        low, high = (units.seconds(t) for t in row["interval_s"])
+        time = f"{units.seconds(row['step_s'])} ({low} to {high})"
+        fits = "yes" if row["fits"] else "**no**"
+        lines.append(f"| {name} | {fits} | {units.size(row['peak_bytes'])} | {time} | {row['bound_by']} |")
+    return "\n".join([*lines, ""])
 
 
-def _best_peer(rows: Sequence[Data], notes: list[str]) -> str:
-    """The fastest peer that beats the plain code; its note (what it leaves out, its precision) to `notes`."""
-    plain = rows[0]["median_s"]
-    peers = [r for r in rows if r["kind"] == "peer" and r["median_s"] and r["median_s"] < plain]
-    best = min(peers, key=lambda r: r["median_s"], default=None)
-    if best is None:
-        return "-"
-    # The time of a first call is about this run, not about what the peer computes.
-    parts = [part for part in best["note"].split("; ") if part and not part.startswith(("first call ", "> "))]
-    mark = ""
-    if parts:
-        note = f"{best['impl']}: {'; '.join(parts)}"
-        if note not in notes:
-            notes.append(note)
-        mark = f"<sup>{notes.index(note) + 1}</sup>"
-    return f"{units.seconds(best['median_s'])} ({best['impl']}{mark})"
-
-
-def verdict_block(results: dict[str, Data]) -> str:
-    """The first lines that `leanstep rehearse` prints for the example, clipped to the page."""
-    held = results.get("rehearse-rl-before")
-    if held is None:
-        return ""
-    lines = [clip(line, 110) for line in held["result"]["screen"].splitlines()[:4]]
-    return "\n".join(["```", f"$ {REHEARSE}", *lines, "  …", "```", ""])
+def screen_block(results: dict[str, Data], name: str, lines_shown: str = "") -> str:
+    """Return the command and the first lines of what it printed, clipped to the page."""
+    held, most = results["screens"][name], int(lines_shown or SCREENS[name].most)
+    lines = [clip(line, 110) for line in held["screen"].splitlines()]
+    more = ["  …"] if len(lines) > most else []
+    return "\n".join(["```", f"$ {held['command']}", *lines[:most], *more, "```", ""])
 
 
 # Figures in running text: a ratio, a time, or a size, outside code.
@@ -304,8 +284,8 @@ def known_figures(results: dict[str, Data]) -> set[str]:
     for held in results.values():
         walk(held)
     # The tables hold quotients of what the files hold.
-    for lines in (README_LINES, MORE_LINES, OBJECTIVE_LINES):
-        known.update(figures_in(figures_table(results, lines, "results")))
+    if PREDICTED in results:
+        known.update(figures_in(readme_table(results)))
     return known
 
 
@@ -320,25 +300,15 @@ def _spellings(value: float) -> set[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("cases", nargs="*", help="cases to measure; all by default")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds of timing per case")
-    parser.add_argument("--render", action="store_true", help="rewrite the tables, measure nothing")
-    parser.add_argument(
-        "--screens", action="store_true", help="run the commands that the README shows, then --render"
-    )
+    parser.add_argument("files", nargs="*", type=Path, help="results of benchmarks")
+    parser.add_argument("--render", action="store_true", help="rewrite the tables only")
+    parser.add_argument("--screens", nargs="*", choices=SCREENS, help="run commands that the pages show: all")
     options = parser.parse_args()
-    known = {line.case for line in LINES}
-    unknown = sorted(set(options.cases) - known)
-    if unknown:
-        print(
-            f"readme: no line for {', '.join(unknown)}; there are {', '.join(sorted(known))}", file=sys.stderr
-        )
-        return 2
     try:
-        if options.screens or not (options.render or options.cases):
-            run_screens(ROOT)
-        if not (options.render or options.screens):
-            measure(set(options.cases) or known, options.budget)
+        for file in options.files:
+            take(ROOT, file)
+        if options.screens is not None:
+            run_screens(ROOT, options.screens or list(SCREENS))
         rewrite(ROOT)
     except BadInput as error:
         print(f"readme: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Find the waste in an LLM training step, replace it with an exact fast path, prove that nothing changed.
+"""Check PyTorch training scripts of language models without a GPU, and make them cheaper.
 
 Fast paths are in `leanstep.heads`, `leanstep.muon` and `leanstep.lens`.
 `leanstep.diagnose` names the lines that waste time or memory, `leanstep.prove` compares the

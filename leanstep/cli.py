@@ -29,10 +29,7 @@ from leanstep.extras import MissingExtra
 from leanstep.measure.busy import sleep_while_waiting
 from leanstep.tape.children import Ended, received
 
-SUMMARY = (
-    "Find the waste in an LLM training step, replace it with an exact fast path, "
-    "and prove that nothing changed."
-)
+SUMMARY = "Check PyTorch training scripts of language models without a GPU, and make them cheaper."
 
 # Below these levels kineto prints its own start and stop on standard error, and the profiler warns about
 # memory that was there before it; torch reads them once, when loaded.

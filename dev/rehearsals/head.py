@@ -1,4 +1,4 @@
-"""The LM head at the sizes of docs/logprob.md, one step a row, and the bare products of the same shapes.
+"""The LM head at two sizes, one step per row, and the bare products of the same shapes.
 
 The pace is set by an optimizer that has nothing to do: its step ends a row. Inputs and gradients are alive
 until then, so that a row's peak beyond what is left at its end is what the head itself needed.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with tool calls (retool) on Qwen3-4B: four GPUs, slime, log-probs by leanstep.
 #
-# In slime's train.py import parse_args from leanstep.integrations.slime (docs/slime.md), install leanstep on every
+# In slime's train.py import parse_args from leanstep.integrations.slime (docs/integrations.md), install leanstep on every
 # node, and set the folders below. Tool output is most of a retool trace and is masked, so the third flag pays too.
 set -euo pipefail
 

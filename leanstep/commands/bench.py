@@ -33,7 +33,8 @@ def bench(
 ) -> None:
     """Measure time and peak memory of two scripts in alternation.
 
-    Scripts run for real, several times: the files that they write are written.
+    Checks first that both make the same update. Scripts run for real, several times: the files that they
+    write are written. Takes --budget seconds, plus about ten steps and three starts of each script.
 
     Example: leanstep bench before.py after.py -- --batch-size 8
     """

@@ -1,4 +1,4 @@
-"""`leanstep demo`: diagnose, replace, prove and bench three training steps; one table, one page."""
+"""`leanstep demo`: three training steps before and after a change; one table, one page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from leanstep.commands import BadInput, FellShort
 from leanstep.commands.terminal import check_writable, console, write_json
 from leanstep.extras import MissingExtra
 
-# The page takes about half a megabyte, and is written beside its older self.
+# The page takes about half a megabyte; the new one is written next to the old one before replacing it.
 PAGE_BYTES = 2 * 2**20
 # Updates that are proven; the scripts make five.
 STEPS = 2
@@ -35,7 +35,10 @@ def demo(
         str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")
     ] = None,
 ) -> None:
-    """Diagnose, fix, prove and measure three bundled training steps. Takes two to three minutes.
+    """Compare three bundled training steps, each before and after a change, and write an HTML report.
+
+    Diagnoses both versions, checks that they make the same update, measures time and memory, and rehearses
+    one of them on a simulated H100. Takes about three minutes. Edits nothing.
 
     Example: leanstep demo --out report
     """
@@ -99,7 +102,7 @@ def _interrupt_in_one_line() -> Iterator[None]:
 
 
 def _page_path(out: str) -> Path:
-    """DIR/index.html, after making sure now that it can be written in three minutes."""
+    """Return the path of the page, DIR/index.html; fail early if it is not writable."""
     from leanstep.report.page import read_page
 
     folder = Path(out)
@@ -125,7 +128,7 @@ def _payload(results: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
 
 
 def _write_page(page: Path, payload: dict[str, Any], sections: dict[str, Any]) -> None:
-    """All sections at once: the page is there with everything or as it was before."""
+    """Write all sections at once."""
     from leanstep.report.page import add_sections
 
     add_sections(page, {"demo": payload, **sections})
@@ -144,7 +147,7 @@ def _rehearse(board: Board, examples: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 class Board:
-    """The live display: one line per example with what is going on and what came out.
+    """The live display: one line per example with its current stage or its result.
 
     It redraws only when something changes: a drawing thread would disturb the clock and the recorder.
     """
@@ -206,7 +209,7 @@ def headline(result: dict[str, Any]) -> Text:
 
 
 def findings_text(result: dict[str, Any], shown: int = 3) -> Text:
-    """The dearest findings of `before.py` with their lines, and what is left of them in `after.py`."""
+    """Return the most expensive findings of `before.py`, and how many findings `after.py` has."""
     before, after = (result[side]["diagnose"]["findings"] for side in ("before", "after"))
     text = Text.assemble((result["title"], "bold"), f"  (examples/{result['name']})\n")
     for finding in sorted(before, key=lambda f: f["rank"])[:shown]:
@@ -215,12 +218,12 @@ def findings_text(result: dict[str, Any], shown: int = 3) -> Text:
         text.append(f"{place:<20} ")
         text.append(f"{finding['count']:,} per step\n", "dim")
         text.append(f"      {finding['code'][:92]}\n", "dim")
-    rest = f", {len(before) - shown} more" if len(before) > shown else ""
+    some = f" ({shown} shown)" if len(before) > shown else ""
     passed = sum(row["ok"] for row in result["proof"])
-    text.append(f"  {len(before)} findings before{rest}; {len(after)} after. ")
+    text.append(f"  {len(before)} findings before{some}, {len(after)} after. ")
     proven = passed == len(result["proof"])
     text.append(
-        f"Loss and gradients: {passed} of {len(result['proof'])} tensors as close to fp64 as before.\n",
+        f"Loss, gradients and updates: {passed} of {len(result['proof'])} within tolerance of fp64.\n",
         "green" if proven else "bold red",
     )
     return text
@@ -229,7 +232,7 @@ def findings_text(result: dict[str, Any], shown: int = 3) -> Text:
 def closing_table(results: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title="before → after", title_justify="left")
     table.add_column("training step")
-    for name in ("findings", "time", "faster", "peak memory", "less", "loss and gradients"):
+    for name in ("findings", "time", "time ratio", "peak memory", "memory ratio", "same update"):
         table.add_column(name, justify="right")
     for result in results:
         before, after = result["before"], result["after"]
@@ -241,6 +244,6 @@ def closing_table(results: list[dict[str, Any]]) -> Table:
             Text(units.ratio(result["time_ratio"]), "bold green"),
             f"{units.size(before['peak_bytes'])} → {units.size(after['peak_bytes'])}",
             units.ratio(result["memory_ratio"]),
-            Text("proven", "green") if ok else Text("FAILED", "bold red"),
+            Text("yes", "green") if ok else Text("NO", "bold red"),
         )
     return table

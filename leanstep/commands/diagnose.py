@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json as json_text
 import sys
 import threading
@@ -332,7 +333,9 @@ def _entry_number(text: str | None) -> int | None:
         return None if text is None else int(text)
     if text in ("all", *RULE_IDS):
         raise BadInput(f"--explain: {text} needs no script: leanstep diagnose --explain {text}")
-    raise BadInput(f"--explain: expected all, a rule or the number of an entry, got {text!r}")
+    close = difflib.get_close_matches(text, RULE_IDS, n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    raise BadInput(f"--explain: expected all, a rule or the number of an entry, got {text!r}{meant}")
 
 
 def _explain(findings: list[Finding], number: int, json: str | None) -> None:

@@ -1,6 +1,6 @@
-"""One bundled example: a training step as people write it and with leanstep in place, compared in every way.
+"""One bundled example: a training step in plain code and with leanstep, compared.
 
-Each example is a folder with `before.py` and `after.py`, two scripts like anybody's. What the demo says about
+Each example is a folder with `before.py` and `after.py`, two ordinary scripts. What the demo says about
 them is what `leanstep diagnose`, `prove` and `bench` say about yours.
 """
 
@@ -40,8 +40,8 @@ EXAMPLES = (
     Example(
         "lens",
         "A controller trained from preferences",
-        "The objective loops over pairs of contexts and over their entries, and asks the device for one "
-        "number after the other. The fast path is one block of tensor ops with the same value and gradient.",
+        "The objective loops over pairs of contexts and over their entries, and reads one number at a time "
+        "from the device. The fast path is one block of tensor ops with the same value and gradient.",
         modules=("numpy",),
     ),
     Example(
@@ -60,12 +60,12 @@ EXAMPLES = (
 
 
 def examples_folder() -> Path:
-    """The folder with the examples: inside an installed package, or beside it in a checkout."""
+    """Return the folder with the examples: inside an installed package, or next to it in a checkout."""
     package = Path(leanstep.__file__).parent
     for folder in (package / "examples", package.parent / "examples"):
         if all((folder / e.name / f"{side}.py").is_file() for e in EXAMPLES for side in SIDES):
             return folder
-    raise BadInput(f"demo: the bundled examples are missing beside {package}; run it from a checkout")
+    raise BadInput(f"demo: the bundled examples are missing next to {package}; run it from a clone")
 
 
 def readable_examples(out: Path) -> Path:

@@ -31,15 +31,17 @@ def fix(
     write: Annotated[bool, typer.Option("--write", help="Apply what is offered.")] = False,
     budget: Annotated[
         float,
-        typer.Option("--budget", help="Time limit in seconds; repairs not verified by then are skipped."),
+        typer.Option("--budget", help="Time limit in seconds; fixes not verified by then are skipped."),
     ] = 600.0,
     json: JsonOption = None,
 ) -> None:
     """Apply mechanical fixes: prints a diff, and the proof and measurement of each; --write applies them.
 
-    A repair is tried on a copy. It is offered when its finding is gone, the update is the same (as
-    leanstep prove says it) and a step is not slower. The rest of the file is not modified. What is printed
-    or logged is not compared. Files outside the script's project are never written.
+    A fix is tried on a copy. It is offered when its finding is gone, the update is the same (as leanstep
+    prove defines it) and a step is not slower. The rest of the file is not modified. What is printed or
+    logged is not compared. Files outside the script's project are never written.
+
+    Runs the script many times: minutes, at most --budget seconds.
 
     Example: leanstep fix train.py --select unbatched-optimizer -- --batch-size 8
     """
@@ -55,6 +57,7 @@ def fix(
         raise BadInput(f"--budget: expected seconds above 0, got {budget}")
     check_writable(json, "--json")
     from leanstep.fix.offers import Settings, find_fixes
+    from leanstep.measure.timing import environment
 
     out, start = console(json), time.monotonic()
 
@@ -79,7 +82,7 @@ def fix(
             out.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print_text(out, line)
-    write_json({**fixes.as_dict(), "written": write and bool(fixes.changed)}, json)
+    write_json({**environment(), **fixes.as_dict(), "written": write and bool(fixes.changed)}, json)
 
 
 def _fix_lines(fixes: Any, write: bool) -> list[str]:
@@ -100,11 +103,9 @@ def _fix_lines(fixes: Any, write: bool) -> list[str]:
     if fixes.changed:
         lines += ["", fixes.diff().rstrip("\n"), ""]
     for finding, why in fixes.refused:
-        lines.append(f"left alone: {finding.rule}  {_where(finding)}: {why}")
+        lines.append(f"not changed: {finding.rule}  {_where(finding)}: {why}")
     if not fixes.offers:
-        lines.append(
-            "Nothing to repair mechanically." if fixes.refused else "No findings: nothing to repair."
-        )
+        lines.append("Nothing to fix mechanically." if fixes.refused else "No findings: nothing to fix.")
     else:
         lines += [f"The proof covers {PROVEN}.", f"It does not cover {NOT_PROVEN}."]
         files = ", ".join(short_path(str(path)) for path in fixes.changed)
@@ -128,7 +129,7 @@ def _time_words(bench: Any) -> str:
 def _measured_words(bench: Any) -> str:
     before, after = bench.before, bench.after
     words = [_time_words(bench)]
-    for name, unit in (("host_syncs", "host reads"), ("ops", "ops")):
+    for name, unit in (("host_syncs", "host syncs"), ("ops", "ops")):
         old, new = getattr(before, name), getattr(after, name)
         if old is not None and new is not None and old != new:
             words.append(f"{unit} {old:,} → {new:,}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
+import leanstep
 from leanstep.commands import BadInput
 from leanstep.commands.terminal import check_writable, console, live_line, print_text, write_json
 from leanstep.config import read_config
+from leanstep.escape import printable
 from leanstep.files import BadInput as FileError
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Request
@@ -23,7 +26,10 @@ _ARGS = Annotated[
 ]
 _DEVICE = Annotated[
     str | None,
-    typer.Option("--device", help="h100 (or pyproject.toml's); up to four to compare: h100,a100,4090."),
+    typer.Option(
+        "--device",
+        help="Simulated GPU: h100, a100, 4090, ...; up to four to compare (default: pyproject.toml's, h100).",
+    ),
 ]
 _MACHINE = Annotated[
     str | None,
@@ -33,8 +39,10 @@ _NODES = Annotated[
     int | None, typer.Option("--nodes", min=1, help="World size: this many nodes of the machine.")
 ]
 _STEPS = Annotated[int, typer.Option("--steps", min=1, help="Steps to run; the last one is reported.")]
-_RANKS = Annotated[int | None, typer.Option("--ranks", min=1, help="World size (1, or as --nodes says).")]
-_CLOCK = Annotated[bool, typer.Option("--clock", help="The script's own clock shows the predicted time.")]
+_RANKS = Annotated[
+    int | None, typer.Option("--ranks", min=1, help="World size (1, or --nodes times the node).")
+]
+_CLOCK = Annotated[bool, typer.Option("--clock", help="Let the script's own clock show predicted time.")]
 _MODULE = Annotated[bool, typer.Option("-m", help="TARGET is a module, as in python -m.")]
 _JSON = Annotated[str | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
 _HOST = Annotated[
@@ -82,9 +90,10 @@ def rehearse(
 ) -> None:
     """Predict peak memory, step time and what bounds it on a GPU that you do not have.
 
-    The script runs for real: the files that it writes are written.
+    Runs the script on a simulated GPU: ten seconds for a small model, about a minute for a 70B model or a
+    compiled one. The files that it writes are written.
 
-    Exit code: 0 when the steps were seen, 3 when the script ended or was refused before; 2 for bad input.
+    Exit code: 0 when the steps were recorded, 3 when the script ended or stopped before; 2 for bad input.
 
     Example: leanstep rehearse --device h100,a100 train.py -- --batch_size=12
     Example: leanstep rehearse --machine dgx-h100 --nodes 4 train.py
@@ -111,21 +120,34 @@ def rehearse(
     )
     if sweep is not None:
         if timeline is not None or snapshot is not None:
-            raise BadInput("--sweep: expected no --timeline or --snapshot beside it")
+            raise BadInput("--sweep: cannot be combined with --timeline or --snapshot")
         raise typer.Exit(_sweep(sweep, request, devices[0], json))
     recording = run_request(request, json)
     report = verdict.judge(recording, devices)
     if not report["memory"]["fits"] and recording.steps:
         report["to_fit"] = verdict.what_fits(recording, devices[0])
+    if recording.refused is not None and not recording.steps and report["memory"]["fits"]:
+        write_json(report, json)
+        raise _stopped(report)
     print_text(console(json), verdict.text(report))
     _export(recording, devices[0], timeline, snapshot)
-    # The figure beside a compiled one takes as long again: only where that is short.
+    # The eager figure takes a second rehearsal: only where that is short.
     if recording.regions and recording.steps and recording.host_s <= _EAGER_TOO_S:
         without = run_request(replace(request, compiled=False), json, quiet=True)
         report["time"]["eager_ms"] = verdict.eager_ms(without, devices[0])
         print_text(console(json), verdict.eager_line(report))
     write_json(report, json)
     raise typer.Exit(0 if recording.ended == "steps" else 3)
+
+
+def _stopped(report: dict[str, Any]) -> typer.Exit:
+    """Print one line for a script that stopped before a step ended: it has no figures."""
+    where = report["refused"]["line"]
+    place = report["script"] if where == "?" else where
+    default = "; the GPU was torch's default device" if report["default_device"] else ""
+    line = f"leanstep: rehearse: {place}: {report['reason']}{default}"
+    print(printable(" ".join(line.split())), file=sys.stderr)
+    return typer.Exit(3)
 
 
 def _export(recording: Any, device: Device, timeline: str | None, snapshot: str | None) -> None:
@@ -144,7 +166,7 @@ def _export(recording: Any, device: Device, timeline: str | None, snapshot: str 
 
 
 def _sweep(text: str, request: Request, device: Device, json: str | None) -> int:
-    from leanstep.rehearse import sweep
+    from leanstep.rehearse import sweep, verdict
 
     try:
         name, values = sweep.parse(text)
@@ -156,7 +178,8 @@ def _sweep(text: str, request: Request, device: Device, json: str | None) -> int
     rows = _rows(request, name, values, device, lambda row: print_text(out, sweep.line(row)), json)
     if values is None:
         print_text(out, sweep.largest(name, rows))
-    write_json({"device": device.key, "predicted": True, "sweep": name, "rows": rows}, json)
+    head = {"schema": verdict.SCHEMA, "leanstep": leanstep.__version__, "device": device.key}
+    write_json({**head, "predicted": True, "sweep": name, "rows": rows}, json)
     return 0 if any(row["fits"] for row in rows) else 3
 
 
@@ -183,7 +206,7 @@ def _devices(names: str | None, machine: str | None) -> list[Device]:
     from leanstep.rehearse.links import machine_named
 
     if machine is not None and names is not None:
-        raise BadInput("--device: expected none beside --machine, which has its own")
+        raise BadInput("--device: cannot be combined with --machine, which has its own")
     try:
         if machine is not None:
             return [machine_named(machine).as_device()]
@@ -194,7 +217,7 @@ def _devices(names: str | None, machine: str | None) -> list[Device]:
 
 def _ranks(ranks: int | None, nodes: int | None, device: Device) -> int:
     if ranks is not None and nodes is not None:
-        raise BadInput(f"--nodes: expected no --ranks beside it, got --ranks {ranks}")
+        raise BadInput(f"--nodes: cannot be combined with --ranks, got --ranks {ranks}")
     return ranks or (nodes or 0) * device.node or 1
 
 
@@ -223,7 +246,7 @@ def rehearse_example(folder: Path, device: str = "h100") -> tuple[dict[str, Any]
         recording = run_request(Request(str(folder / "rl" / f"{side}.py"), device=device), None, quiet=True)
         report = verdict.judge(recording, [target])
         runs.append({**report, "script": f"examples/rl/{side}.py"})
-        peak = report["memory"]["allocated"] / 2**20
+        peak = report["memory"]["allocated_bytes"] / 2**20
         lines.append(f"  rl/{side}.py  {_short(report)}, peak {peak:,.0f} MiB")
     long_batch = device_named("h200")
     script = str(folder / "rl" / "long_batch.py")

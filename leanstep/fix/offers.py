@@ -74,7 +74,7 @@ class Offer:
     def as_dict(self) -> dict[str, Any]:
         return {
             "findings": [_place(f) for f in self.findings],
-            "repair": self.title,
+            "fix": self.title,
             "proof": self.proof.sentence(),
             "measured": self.bench.to_json(),
         }
@@ -114,7 +114,7 @@ class Fixes:
             "script": self.script,
             "offers": [offer.as_dict() for offer in self.offers],
             "together": self.together.as_dict() if self.together is not None else None,
-            "refused": [{**_place(finding), "why": why} for finding, why in self.refused],
+            "refused": [{**_place(finding), "reason": why} for finding, why in self.refused],
             "proof_covers": [PROVEN, NOT_PROVEN],
             "diff": self.diff(),
         }
@@ -197,7 +197,7 @@ def find_fixes(
         ) from None
     if not bench.diagnosis.steps:
         ended = bench.diagnosis.ended or "without a training step"
-        raise BadInput(f"fix: {script.name} ended {ended}; nothing can be repaired")
+        raise BadInput(f"fix: {script.name} ended {ended}; nothing can be fixed")
     of_rules = gate.selected(bench.diagnosis.findings, settings.rules, ())
     project = repairs.Project(bench.script, bench.diagnosis.files)
     tried: dict[frozenset[Edit], Offer | str] = {}
@@ -207,7 +207,7 @@ def find_fixes(
         except NotUnderstood as error:
             fixes.refused.append((finding, str(error)))
             continue
-        outcome: Offer | str = "no repair to try"
+        outcome: Offer | str = "no fix to try"
         for variant in variants:
             key = frozenset(variant.edits)
             if key not in tried:
@@ -253,7 +253,7 @@ def _join(fixes: Fixes, bench: _Workbench) -> None:
                 if isinstance(tried, Offer):
                     passing, joined = [*passing, offer], tried
                 else:
-                    why = f"fails together with the other repairs: {tried}"
+                    why = f"fails together with the other fixes: {tried}"
                     fixes.refused += [(finding, why) for finding in offer.findings]
             fixes.offers = passing
         fixes.together = joined if isinstance(joined, Offer) else None
@@ -292,7 +292,7 @@ class _Workbench:
     def attempt_all(self, offers: list[Offer]) -> Offer | str:
         findings = [finding for offer in offers for finding in offer.findings]
         edits = tuple(edit for offer in offers for edit in offer.edits)
-        return self.attempt(findings[0], f"{len(offers)} repairs", edits, findings)
+        return self.attempt(findings[0], f"{len(offers)} fixes", edits, findings)
 
     def attempt(
         self, finding: Finding, title: str, edits: tuple[Edit, ...], findings: list[Finding] | None = None

@@ -8,7 +8,7 @@ configuration.
     apply_leanstep(mc.runtime, sampling=SamplingConfig(span_sampling="random"), gate=GateConfig(every=4))
 
 Values and gradients equal upstream's code to rounding, random numbers are drawn as upstream draws them, and
-the metrics it logs keep their names. docs/megacontext.md has the figures.
+the metrics it logs keep their names.
 
 V contexts · W padded length · B samples · C variants per sample · P pairs
 """

@@ -5,7 +5,7 @@
 
 `polar_express` replaces the compiled function of that name in train_gpt.py, `unbind_bank` the lines that read
 weights from a bank. All of them trace under `torch.compile(fullgraph=True)`. On a CPU, where upstream's
-kernels do not run, the same calls use torch. docs/modded_nanogpt.md has the figures.
+kernels do not run, the same calls use torch.
 """
 
 from __future__ import annotations

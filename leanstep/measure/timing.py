@@ -283,8 +283,12 @@ def _summary(values: list[float], first_call_s: float) -> Timing:
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the header of every JSON result; on a GPU `accelerator` describes the device."""
+    """Return the header of every JSON result; on a GPU `accelerator` describes the device.
+
+    schema: raised when a key is renamed or removed.
+    """
     head = {
+        "schema": 1,
         "leanstep": leanstep.__version__,
         "torch": torch.__version__,
         "device": device_name(str(device)),

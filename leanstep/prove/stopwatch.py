@@ -1,7 +1,7 @@
 """Time two scripts in turn: one step of the first, one step of the second, and so on.
 
 Each script runs in its own process and waits for its turn at the end of every step, so both see the same
-noise and never run at the same time. Memory, host reads and ops are counted afterwards, in steps that are not
+noise and never run at the same time. Memory, host syncs and ops are counted afterwards, in steps that are not
 timed.
 """
 
@@ -142,7 +142,7 @@ def bench_scripts(
             # A script that has ended is run again.
             counted = counts[side] or _counted(job, folder, fork)
             if counted is None:
-                result.notes.append(f"{job.label} ended before its memory and host reads were counted")
+                result.notes.append(f"{job.label} ended before its memory and host syncs were counted")
                 continue
             row = rows[side]
             row.peak_bytes, row.host_syncs, row.ops, row.timeline = counted
@@ -239,7 +239,7 @@ def _counted_now(
     process: tuple[Connection, Child], job: Job, share: float, say: Callable[[str, float], None]
 ) -> Counted | None:
     """Count the next two steps of a script that was timed and still runs; None if it has ended."""
-    say(f"memory and host reads of {Path(job.script).name}", share)
+    say(f"memory and host syncs of {Path(job.script).name}", share)
     pipe, child = process
     try:
         pipe.send("count")
@@ -348,7 +348,7 @@ class _CountOps(TorchDispatchMode):
 
 
 class _Inspection:
-    """Records the allocator in the next step and counts ops and host reads in the one after it."""
+    """Records the allocator in the next step and counts ops and host syncs in the one after it."""
 
     def __init__(self) -> None:
         self._number = 0

@@ -8,6 +8,7 @@ not in that table, the entry names another publication, or the similar device wh
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -539,7 +540,9 @@ def device_named(name: str) -> Device:
     key = name.strip().lower()
     key = ALIASES.get(key, key)
     if key not in DEVICES:
-        raise ValueError(f"device: expected one of {', '.join(DEVICES)}, got {name!r}")
+        close = difflib.get_close_matches(key, DEVICES, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"device: expected one of {', '.join(DEVICES)}, got {name!r}{meant}")
     return DEVICES[key]
 
 

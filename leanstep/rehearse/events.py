@@ -282,6 +282,7 @@ class Request:
     host_us: host microseconds per call that launches; None: the time model's default.
     oom: what happens when the device is full: "raise" torch.OutOfMemoryError, "report" it only, or "auto":
         raise where the program catches it.
+    default_device: tensors that name no device are created on the GPU: for a program that selects none.
     every_call: run each model call; False: repeated calls without gradients are extrapolated from a few. The
         tests compare the extrapolation with it.
     """
@@ -297,6 +298,7 @@ class Request:
     compiled: bool = True
     host_us: float | None = None
     oom: str = "auto"
+    default_device: bool = False
     every_call: bool = False
 
     @property

@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ _START = (
 _READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS")
 # Exit code of a rehearsal that failed, and the file to which Python writes the stack of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
+UNUSED = Refusal(None, "the script creates no tensor on the GPU: select it with torch.cuda.is_available()")
 # Seconds within which an interrupted program must exit.
 _LEAVE_S = 5.0
 
@@ -67,11 +69,15 @@ def rehearse(
         show: called about once per second with what is running.
 
     Raises RehearsalError (one line) if it cannot start: no such file or device, no compiler, another torch.
-    A program that stops before its steps returns a Recording with `ended` and `refused`.
+    A program that stops before its steps returns a Recording with `ended` and `refused`. One that does not
+    use the GPU runs again with the GPU as torch's default device; `Recording.request` says so.
     """
     _validate(request)
     try:
-        return _rehearsed(request, quiet, show)
+        recording = _rehearsed(request, quiet, show)
+        if recording.refused == UNUSED:
+            recording = _rehearsed(replace(request, default_device=True), quiet, show)
+        return recording
     except BadInput as error:
         raise RehearsalError(str(error)) from None
     except OSError as error:
@@ -346,6 +352,8 @@ def _run(request: Request, progress: Path) -> Recording:
         time.perf_counter = lambda: tape.clock.host
         time.monotonic = lambda: tape.clock.host
     program = _script_program(request)
+    if request.default_device:
+        torch_cuda.use_by_default()
     gc.collect()
     gc.freeze()  # the collector skips torch's own objects from here on
     try:
@@ -361,7 +369,7 @@ def _run(request: Request, progress: Path) -> Recording:
         if os.environ.get("LEANSTEP_REHEARSE_TRACEBACK"):
             traceback.print_exc()
     if recording.refused is None and not any(isinstance(e, Launch) for e in recording.events):
-        recording.refused = Refusal(None, "the program never used the CUDA device: nothing to predict")
+        recording.refused = UNUSED
     if recording.refused is not None:
         recording.ended = "refused"
     recording.host_s = real_time() - started

@@ -17,7 +17,7 @@ from leanstep.rehearse.answers.generation import Generations
 from leanstep.rehearse.answers.micro_batches import MicroBatches
 from leanstep.rehearse.answers.repeated_calls import RepeatedCalls
 from leanstep.rehearse.branches import NoUpdate
-from leanstep.rehearse.events import Alloc, Step
+from leanstep.rehearse.events import Alloc, Launch, Step
 from leanstep.tape.hooks import replace_function, wrap_closure
 from leanstep.tape.phases import PhaseListener, PhaseMarker
 from leanstep.tape.steps import StepListener, StepMarker
@@ -197,7 +197,8 @@ class Steps(StepListener, PhaseListener):
         self._num_trials += (is_trial := self._is_trial())
         if not is_trial:
             self._num_counted += 1
-        if self._num_counted >= self.wanted:
+        # A first step without a launch: the program does not use the device, and further steps would not.
+        if self._num_counted >= self.wanted or not any(isinstance(e, Launch) for e in tape.recording.events):
             raise StepsDone
 
     def _is_trial(self) -> bool:

@@ -68,11 +68,11 @@ def run(values: list[str] | None, judge: Callable[[str], Data], show: Callable[[
 
 def _next(low: int, high: int, rows: Sequence[Data]) -> int:
     """Guess where the memory is full from the two largest values that fit, within the known bounds."""
-    fits = sorted((int(r["value"]), r["needed"]) for r in rows if r["fits"])[-2:]
+    fits = sorted((int(r["value"]), r["needed_bytes"]) for r in rows if r["fits"])[-2:]
     guess = low * 2 if not high else (low + high) // 2
     if len(fits) == 2 and fits[1][1] > fits[0][1]:
         per = (fits[1][1] - fits[0][1]) / (fits[1][0] - fits[0][0])
-        capacity = max(r["capacity"] for r in rows)
+        capacity = max(r["capacity_bytes"] for r in rows)
         guess = low + int((capacity - fits[1][1]) / per)
         if high and high - low > 8 and not low < guess < high:
             guess = (low + high) // 2
@@ -89,12 +89,12 @@ def _row(value: str, report: Data) -> Data:
     return {
         "value": value,
         "fits": memory["fits"] and not why,
-        "allocated": memory["allocated"],
-        "needed": memory["reserved"] + memory["context"],
-        "capacity": memory["capacity"],
+        "allocated_bytes": memory["allocated_bytes"],
+        "needed_bytes": memory["reserved_bytes"] + memory["context_bytes"],
+        "capacity_bytes": memory["capacity_bytes"],
         "step_ms": time["step_ms"] if time is not None else None,
         "interval_ms": time["interval_ms"] if time is not None else None,
-        "why": why,
+        "reason": why,
     }
 
 
@@ -102,7 +102,7 @@ def largest(name: str, rows: Sequence[Data]) -> str:
     """Say which value is the largest that fits, and what stopped the next one."""
     fits = [row for row in rows if row["fits"]]
     beyond = next((row for row in rows if not fits or int(row["value"]) > int(fits[-1]["value"])), None)
-    why = f"; {beyond['value']}: {beyond['why']}" if beyond is not None else ""
+    why = f"; {beyond['value']}: {beyond['reason']}" if beyond is not None else ""
     return f"the largest {name} that fits: {fits[-1]['value']}{why}" if fits else f"no {name} fits{why}"
 
 
@@ -113,5 +113,5 @@ def heading(name: str, device: str) -> str:
 def line(row: Data) -> str:
     """Return a row of the table."""
     step = ms(row["step_ms"]) if row["step_ms"] is not None else "-"
-    figures = f"{gib(row['allocated']):>12s}  {gib(row['needed']):>12s}  {step:>10s}"
-    return f"{row['value']:>16s}  {figures}  {row['why'] or 'fits'}"
+    figures = f"{gib(row['allocated_bytes']):>12s}  {gib(row['needed_bytes']):>12s}  {step:>10s}"
+    return f"{row['value']:>16s}  {figures}  {row['reason'] or 'fits'}"

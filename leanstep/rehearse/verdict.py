@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import leanstep
 from leanstep import units
 from leanstep.rehearse import iterations, what_if
 from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
@@ -21,6 +22,9 @@ from leanstep.tape.marks import ROLLOUT
 from leanstep.units import gib, ms
 
 GIB = 2**30
+# Of the JSON object; a key that is renamed or removed raises it.
+SCHEMA = 1
+_STATUS = {"steps": "ok", "early": "ended early", "refused": "stopped"}
 LINES = 40
 _MOST_ASIDE = 4
 _SHARD_RANKS = (2, 4, 8, 16, 32, 64)
@@ -40,6 +44,11 @@ def judge(
     timing = what_if.update_step(recording, device, step=step)
     iteration = iterations.last_iteration(recording, device)
     report: Data = {
+        "schema": SCHEMA,
+        "leanstep": leanstep.__version__,
+        "status": _STATUS[recording.ended],
+        "reason": recording.refused.reason if recording.refused is not None else "",
+        "default_device": recording.request.default_device,
         "device": device.key,
         "device_name": device.name,
         "device_has_rows": device.has_rows,
@@ -50,14 +59,13 @@ def judge(
         "steps": len(recording.steps),
         "iterations": recording.iterations,
         "predicted": True,
-        "asked_steps": recording.request.steps,
-        "ended": recording.ended,
+        "requested_steps": recording.request.steps,
         "memory": _memory(memory),
         "time": _time(recording, device, timing, eager),
         "aside": _aside(recording, device),
         "iteration": _iteration(recording, iteration),
         "lines": _lines(recording, device, step),
-        "syncs": [
+        "host_syncs": [
             {"line": g.line, "kind": g.kind, "count": g.count, "saved_ms": g.saved_ms}
             for g in what_if.sync_gains(recording, device, timing)
         ],
@@ -83,15 +91,15 @@ def judge(
 
 def _memory(memory: Memory) -> Data:
     return {
-        "allocated": memory.allocated,
-        "reserved": memory.reserved,
-        "context": memory.context,
-        "capacity": memory.capacity,
+        "allocated_bytes": memory.allocated,
+        "reserved_bytes": memory.reserved,
+        "context_bytes": memory.context,
+        "capacity_bytes": memory.capacity,
         "fits": memory.fits,
         "failed_line": memory.failed_line,
         "advice": memory.advice,
         "at": {"step": memory.step, "line": memory.line},
-        "categories": memory.categories,
+        "category_bytes": memory.categories,
         "owners": [
             {
                 "line": o.line,
@@ -122,11 +130,11 @@ def _time(
         "bound_by": timing.bound_by,
         "kernels": timing.kernels,
         "calls": timing.calls,
-        "syncs": timing.waits,
+        "host_syncs": timing.waits,
         "flops": timing.flops.model,
         "mfu": timing.mfu(device),
         "mfu_dtype": _product_dtype(timing),
-        "classes": {k: v * 1e3 for k, v in sorted(timing.classes.items(), key=lambda item: -item[1])},
+        "class_ms": {k: v * 1e3 for k, v in sorted(timing.classes.items(), key=lambda item: -item[1])},
         "compiled": bool(recording.regions),
     }
     if recording.regions:
@@ -182,7 +190,7 @@ def _iteration(recording: Recording, iteration: iterations.Iteration | None) -> 
                 "host_ms": entry.host_s * 1e3,
                 "kernels": entry.kernels,
                 "calls": entry.calls,
-                "syncs": entry.waits,
+                "host_syncs": entry.waits,
                 "flops": entry.flops,
                 "peak_bytes": entry.peak_bytes,
             }
@@ -221,7 +229,7 @@ def _kernels(event: Event) -> Iterable[tuple[Line | None, Kernel, int]]:
 
 
 def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timing | None) -> Data:
-    entry: Data = {"without": {str(width): size for width, size in memory.without.items()}}
+    entry: Data = {"without_bytes": {str(width): size for width, size in memory.without.items()}}
     if timing is None:
         return entry
 
@@ -251,8 +259,8 @@ def _summary(device: Device, memory: Memory, timing: Timing | None) -> Data:
         "device": device.key,
         "name": device.name,
         "fits": memory.fits,
-        "needed": memory.needed,
-        "capacity": device.memory_bytes,
+        "needed_bytes": memory.needed,
+        "capacity_bytes": device.memory_bytes,
         "step_ms": timing.step_s * 1e3 if timing is not None else None,
         "interval_ms": [t * 1e3 for t in timing.interval_s] if timing is not None else None,
         "bound_by": timing.bound_by if timing is not None else None,
@@ -263,8 +271,8 @@ def _summary(device: Device, memory: Memory, timing: Timing | None) -> Data:
 def verdict(report: Data) -> str:
     """Say in one sentence whether it fits, the time per step and what bounds it."""
     memory, time = report["memory"], report["time"]
-    needed = memory["reserved"] + memory["context"]
-    needs = f"{needed / GIB:.1f} of {memory['capacity'] / GIB:.1f} GiB"
+    needed = memory["reserved_bytes"] + memory["context_bytes"]
+    needs = f"{needed / GIB:.1f} of {memory['capacity_bytes'] / GIB:.1f} GiB"
     parts = [f"fits: {needs}" if memory["fits"] else f"DOES NOT FIT: {needs} at {memory['failed_line']}"]
     if memory["advice"]:
         parts.append(memory["advice"])
@@ -278,14 +286,14 @@ def verdict(report: Data) -> str:
             parts.append(f"plus {ms(most['ms'])} of forwards without gradients in step {most['step']}")
         if report["iteration"] is not None and report["iterations"]:
             parts.append(_iteration_text(report["iteration"]))
-        if report["ended"] == "early":
-            parts.append(f"the script ended after {report['steps']} of {report['asked_steps']} steps")
+        if report["status"] == "ended early":
+            parts.append(f"the script ended after {report['steps']} of {report['requested_steps']} steps")
         if report["iterations"]:
             parts.append(f"recorded: {units.steps(report['steps'], report['iterations'])}")
         parts += _resting_updates(report["branches"])
     elif report["refused"] is not None:
         stopped = f"stopped at {report['refused']['line']}: {report['refused']['reason']}"
-        return f"predicted on {report['device']}: {stopped}; until then {parts[0]}"
+        parts = [stopped] if memory["fits"] else [*parts, stopped]
     else:
         parts.append(f"the script ended after {report['steps']} steps; two are needed for a step time")
     return f"predicted on {report['device']}: " + "; ".join(parts)
@@ -338,7 +346,7 @@ def what_fits(recording: Recording, device: Device) -> list[Data]:
         if not fits and change != "bf16_state":
             continue
         needed = got.reserved + device.context_bytes if fits else None
-        replayed.append({"change": change, "text": text, "needed": needed, "fits": fits})
+        replayed.append({"change": change, "text": text, "needed_bytes": needed, "fits": fits})
         if fits and change != "bf16_state":
             break
     return replayed
@@ -350,6 +358,10 @@ def what_fits(recording: Recording, device: Device) -> list[Data]:
 def text(report: Data) -> str:
     """Return the report as at most 40 lines of text, the verdict first."""
     lines = [report["verdict"]]
+    if report["default_device"]:
+        lines.insert(
+            0, f"{report['script']} selects no GPU: rehearsed with the GPU as torch's default device"
+        )
     if report["batches"]:
         lines.append(f"  {report['batches']}")
     if any("compile" in note for note in report["notes"]) or (report["time"] or {}).get("compiled"):
@@ -403,7 +415,7 @@ def _device_lines(devices: Sequence[Data]) -> list[str]:
         step = ms(d["step_ms"]) if d["step_ms"] is not None else "-"
         bound = f"{_BOUND[d['bound_by']]}-bound" if d["bound_by"] else "-"
         mfu = f"{100 * d['mfu']:.0f}% MFU" if d["mfu"] else ""
-        needs = f"{d['needed'] / GIB:.1f} of {d['capacity'] / GIB:.1f} GiB"
+        needs = f"{d['needed_bytes'] / GIB:.1f} of {d['capacity_bytes'] / GIB:.1f} GiB"
         lines.append(f"  {d['device']:8s} {fits:5s} {needs:22s} {step:>10s} per step, {bound}  {mfu}")
     return lines
 
@@ -411,9 +423,10 @@ def _device_lines(devices: Sequence[Data]) -> list[str]:
 def _memory_lines(memory: Data) -> list[str]:
     at = memory["at"]
     lines = [
-        f"memory (predicted)  allocated {gib(memory['allocated'])}, reserved {gib(memory['reserved'])}, "
-        f"plus {gib(memory['context'])} CUDA context; peak in step {at['step']} at {at['line']}",
-        "  " + ", ".join(f"{name} {gib(size)}" for name, size in memory["categories"].items()),
+        f"memory (predicted)  allocated {gib(memory['allocated_bytes'])}, "
+        f"reserved {gib(memory['reserved_bytes'])}, plus {gib(memory['context_bytes'])} CUDA context; "
+        f"peak in step {at['step']} at {at['line']}",
+        "  " + ", ".join(f"{name} {gib(size)}" for name, size in memory["category_bytes"].items()),
     ]
     for owner in memory["owners"][:6]:
         lines.append(
@@ -432,17 +445,17 @@ def _time_lines(report: Data) -> list[str]:
         link = f", links {ms(time['link_ms'])} ({ms(time['exposed_ms'])} not hidden)"
     lines = [
         f"time (predicted)  device {ms(time['device_ms'])}, host {ms(time['host_ms'])}{link}; "
-        f"{time['kernels']:,} kernels, {time['calls']:,} calls, {time['syncs']} syncs; "
+        f"{time['kernels']:,} kernels, {time['calls']:,} calls, {time['host_syncs']} host syncs; "
         f"MFU {100 * time['mfu']:.0f}% of {time['mfu_dtype']}",
-        "  " + ", ".join(f"{name} {ms(value)}" for name, value in list(time["classes"].items())[:8]),
+        "  " + ", ".join(f"{name} {ms(value)}" for name, value in list(time["class_ms"].items())[:8]),
     ]
     lines += [
         f"  {ms(e['device_ms']):>10s}  {e['kernels']:5d} kernels  {e['line']}" for e in report["lines"][:6]
     ]
-    for sync in report["syncs"][:4]:
+    for sync in report["host_syncs"][:4]:
         gain = ms(sync["saved_ms"]) if sync["saved_ms"] >= 1e-3 else "nothing"
         lines.append(
-            f"  sync  {sync['count']:4d} x {sync['kind']:16s} {sync['line']}  removing it saves {gain}"
+            f"  host sync  {sync['count']:4d} x {sync['kind']:16s} {sync['line']}  removing it saves {gain}"
         )
     return lines
 
@@ -461,7 +474,7 @@ def _phase_lines(iteration: Data | None) -> list[str]:
         flops = f", {entry['flops'] / 1e12:,.2f} TFLOP" if entry["flops"] else ""
         lines.append(
             f"  {ms(entry['ms']):>10s}  {entry['phase']}: {entry['kernels']:,} kernels, {entry['calls']:,} "
-            f"calls, {entry['syncs']:,} syncs{flops}, peak {gib(entry['peak_bytes'])}"
+            f"calls, {entry['host_syncs']:,} host syncs{flops}, peak {gib(entry['peak_bytes'])}"
         )
     return lines
 
@@ -472,7 +485,7 @@ def _what_if_lines(report: Data) -> list[str]:
         parts = [
             f"{name} {ms(what[key])}"
             for key, name in (
-                ("no_syncs_ms", "no syncs"),
+                ("no_syncs_ms", "no host syncs"),
                 ("fused_ms", "fused pointwise kernels (ideal)"),
                 ("fused_optimizer_ms", "fused optimizer"),
                 ("free_host_ms", "zero host cost"),
@@ -480,12 +493,12 @@ def _what_if_lines(report: Data) -> list[str]:
             if what.get(key) is not None
         ]
         lines.append("what if (predicted)  " + ", ".join(parts))
-    for width, size in what["without"].items():
+    for width, size in what["without_bytes"].items():
         lines.append(
             f"  no activation [..., {width}]: peak {gib(size)}"
-            f" instead of {gib(report['memory']['allocated'])}"
+            f" instead of {gib(report['memory']['allocated_bytes'])}"
         )
     for entry in report.get("to_fit", []):
-        got = f"fits, {gib(entry['needed'])}" if entry["fits"] else "still too much"
+        got = f"fits, {gib(entry['needed_bytes'])}" if entry["fits"] else "still too much"
         lines.append(f"  to fit: {entry['text']}: {got} (replay of sizes)")
     return lines

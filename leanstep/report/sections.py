@@ -170,7 +170,7 @@ def _rehearsal(run: Data) -> Data:
     shown = {
         **run,
         "name": Path(run["script"]).name,
-        "timeline_chart": charts.stacked_timeline(memory["timeline"], memory["capacity"]),
+        "timeline_chart": charts.stacked_timeline(memory["timeline"], memory["capacity_bytes"]),
         "owners_chart": charts.ranked(
             [(o["line"], o["bytes"]) for o in memory["owners"]], units.size, "bytes"
         ),
@@ -181,7 +181,7 @@ def _rehearsal(run: Data) -> Data:
     if time is None:
         return shown
     milliseconds = _milliseconds
-    shown["classes_chart"] = charts.ranked(list(time["classes"].items()), milliseconds, "device time")
+    shown["classes_chart"] = charts.ranked(list(time["class_ms"].items()), milliseconds, "device time")
     lines = [(entry["line"], entry["device_ms"]) for entry in run["lines"]]
     shown["lines_chart"] = charts.ranked(lines, milliseconds, "device time")
     timed = [d for d in run["devices"] if d["step_ms"] is not None]

@@ -130,7 +130,7 @@ def cuts_lines(result: Data) -> Group:
     return _judged(f"{result['script']}{against}", table, result)
 
 
-_COLUMNS = ("script", "median", "p20–p80", "steps", "peak", "host reads", "ops")
+_COLUMNS = ("script", "median", "p20–p80", "steps", "peak", "host syncs", "ops")
 
 
 def _cells(row: Data) -> list[str]:

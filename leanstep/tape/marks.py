@@ -1,6 +1,6 @@
 """Names and starts of the phases of an iteration. Recordings contain them, so torch is not imported.
 
-`leanstep.tape.phases` finds them; docs/steps.md has the definition.
+`leanstep.tape.phases` finds them; docs/concepts.md has the definition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The phases of an iteration: rollout, scoring and update. docs/steps.md has the definition.
+"""The phases of an iteration: rollout, scoring and update. docs/concepts.md has the definition.
 
 `PhaseMarker` watches outermost calls of modules with parameters, sampling, and the ends of no-grad blocks. It
 distinguishes phases by what the program does, not by names: whether gradients are enabled, whether a

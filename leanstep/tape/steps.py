@@ -1,4 +1,4 @@
-"""Where a training script's steps end: docs/steps.md has the definition.
+"""Where a training script's steps end: docs/concepts.md has the definition.
 
 A step is one update of the model, whatever the number of optimizers, closures, backward calls and
 micro-batches behind it. `StepMarker` is the only code of the package that hooks optimizers to find steps. It

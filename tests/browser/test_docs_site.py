@@ -95,16 +95,16 @@ def test_pages_open_without_errors_and_load_nothing_from_elsewhere(visit, addres
         "",
         "rules/dead-rows/",
         "published/",
-        "api/logprob/",
+        "api/heads/",
         "gallery/",
-        "sft/",
+        "heads/",
     ):
         driver = visit(page)
         errors = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
         assert not errors, (page, errors)
         names = driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
         assert all(name.startswith((address, "data:")) for name in names), (page, names)
-    assert "linear_logprobs" in visit("api/logprob/").find_element("css selector", "article").text
+    assert "linear_logprobs" in visit("api/heads/").find_element("css selector", "article").text
 
 
 def test_the_search_finds_a_rule(visit):

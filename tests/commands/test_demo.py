@@ -47,7 +47,7 @@ def one_line(result: subprocess.CompletedProcess) -> str:
 def test_demo_writes_the_page_and_prints_the_table(tmp_path: Path):
     result = run("--out", str(tmp_path / "report"), "--json", str(tmp_path / "demo.json"), timeout=230)
     assert result.returncode == 0, result.stderr
-    assert "before → after" in result.stdout and "proven" in result.stdout
+    assert "before → after" in result.stdout and "same update" in result.stdout
     assert "pair_losses.py:" in result.stdout and "host-sync" in result.stdout
     page = tmp_path / "report" / "index.html"
     (found,) = read_page(page)["sections"]["demo"]["examples"]

@@ -59,7 +59,19 @@ def test_an_early_end_exits_with_three(monkeypatch: pytest.MonkeyPatch, capsys: 
     ended = Recording(Request("train.py"), "2.13", refused=Refusal(None, "reads data_ptr()"), ended="refused")
     monkeypatch.setattr(command, "run_request", lambda *_, **__: ended)
     assert rehearse() == 3
-    assert "reads data_ptr()" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err == "leanstep: rehearse: train.py: reads data_ptr()\n"
+
+
+def test_the_first_line_says_that_the_script_selects_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    request = Request("train.py", default_device=True)
+    monkeypatch.setattr(command, "run_request", lambda *_, **__: replace(recorded(), request=request))
+    assert rehearse() == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == "train.py selects no GPU: rehearsed with the GPU as torch's default device"
+    assert second.startswith("predicted on h100")
 
 
 @pytest.mark.parametrize(

@@ -64,21 +64,14 @@ def assert_gradients(space: dict[str, Any], leaf: Tensor, loss: Tensor) -> None:
 
 
 def test_supervised_training(world):
-    space = run("docs/objectives.md", "import linear_cross_entropy", world)
+    space = run("docs/heads.md", "import linear_cross_entropy", world)
     logits = linear(world["hidden"], world["lm_head"].weight)[:, :-1]
     plain = cross_entropy(logits.flatten(0, 1), world["labels"][:, 1:].flatten())
     torch.testing.assert_close(space["loss"], plain)
 
 
-def test_the_page_on_fine_tuning(world):
-    space = run("docs/sft.md", "import linear_cross_entropy", world)
-    logits = linear(world["hidden"], world["lm_head"].weight)
-    plain = cross_entropy(logits[:, :-1].flatten(0, 1), world["labels"][:, 1:].flatten())
-    torch.testing.assert_close(space["loss"], plain)
-
-
 def test_distillation(world):
-    space = run("docs/objectives.md", "linear_distill_loss", world)
+    space = run("docs/heads.md", "linear_distill_loss", world)
     rows = world["completion_mask"].flatten().bool()
     log_p, log_q = (
         log_softmax(linear(world[hidden].flatten(0, 1)[rows], world[head].weight), -1)
@@ -90,7 +83,7 @@ def test_distillation(world):
 
 
 def test_preferences(world):
-    space = run("docs/objectives.md", "linear_preference_loss", world)
+    space = run("docs/heads.md", "linear_preference_loss", world)
 
     def sums(hidden: Tensor, weight: Tensor) -> Tensor:
         labels = world["labels"][:, 1:]
@@ -109,7 +102,7 @@ def test_preferences(world):
 
 def test_replayed_masks(world):
     world["hidden"] = world["hidden"].detach()[0, :3].requires_grad_()
-    space = run("docs/objectives.md", "allowed=kept", world)
+    space = run("docs/heads.md", "allowed=kept", world)
     logits = linear(world["hidden"], world["lm_head"].weight)
     sets = [[1, 2, 3], [4], [7, 9]]
     plain = [log_softmax(logits[row, ids], 0) for row, ids in enumerate(sets)]
@@ -137,28 +130,24 @@ def responses(world) -> dict[str, Any]:
 
 
 def test_log_probs_of_responses(responses):
-    space = run("docs/logprob.md", 'entropy="grad", temperature', responses)
-    logits = linear(responses["hidden"], responses["lm_head"].weight)[space["plan"].rows] / 0.7
-    log_p = log_softmax(logits, -1)
-    picked = log_p.gather(1, space["targets"][:, None])[:, 0]
-    torch.testing.assert_close(space["out"].logp, picked)
-    torch.testing.assert_close(space["out"].entropy, -(log_p.exp() * log_p).sum(-1))
-    space = run("docs/logprob.md", "linear_policy_loss", space)
+    space = run("docs/heads.md", "return_parts", responses)
+    space["targets"] = space["plan"].targets(space["tokens"])
+    space = run("docs/heads.md", "linear_policy_loss", space)
     assert space["result"].loss.isfinite() and responses["hidden"].grad.isfinite().all()
-    space = run("docs/logprob.md", "rowwise", space)
+    space = run("docs/heads.md", "import rowwise", space)
     log_p = log_softmax(linear(responses["hidden"], responses["lm_head"].weight)[space["plan"].rows], -1)
     picked = log_p.gather(1, space["targets"][:, None])[:, 0]
     torch.testing.assert_close(space["loss"], (-((1 - picked.exp()) ** 2) * picked).mean())
 
 
 def test_parts_of_samples(responses):
-    space = run("docs/rows.md", "return_parts", responses)
+    space = run("docs/heads.md", "return_parts", responses)
     assert [len(part) for part in space["logp"]] == [4, 3]
     torch.testing.assert_close(torch.cat(list(space["logp"])), space["out"].logp)
 
 
-def test_before_and_after_on_the_first_page(responses):
-    """The two blocks that open the README: the same loss, the same gradients."""
+def test_before_and_after(responses):
+    """The two blocks before and after in docs/heads.md: the same loss, the same gradients."""
     space = {**responses, "temperature": 0.7, "advantages": torch.randn(15)}
     masks = [torch.tensor([1, 0, 1, 1]), torch.tensor([1, 1, 0])]
     chosen = [torch.tensor([2, 3, 4, 5]), torch.tensor([6, 7, 8]) + 6]
@@ -168,8 +157,8 @@ def test_before_and_after_on_the_first_page(responses):
     for rows, mask in zip(chosen, masks, strict=True):
         space["mask"][rows[mask.bool()] - 1] = True
     leaves = space["hidden"], space["lm_head"].weight
-    before = run("README.md", "# before", space)["loss"]
-    after = run("README.md", "# after", space)["loss"]
+    before = run("docs/heads.md", "# before: all positions", space)["loss"]
+    after = run("docs/heads.md", "# after: same loss", space)["loss"]
     torch.testing.assert_close(after, before)
     for ours, plain in zip(*(torch.autograd.grad(x, leaves) for x in (after, before)), strict=True):
         torch.testing.assert_close(ours, plain)

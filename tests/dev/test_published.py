@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from rehearse.rehearsed import stub_or_skip
 from tool_loader import load_tool
@@ -46,7 +48,8 @@ def test_every_row_of_the_repository_has_what_it_needs():
 def test_the_page_and_the_readme_are_those_of_the_results():
     results = published.load_results()
     assert published.PAGE.read_text(encoding="utf-8") == page.page(results)
-    assert page.quoted(results) in (published.ROOT / "README.md").read_text(encoding="utf-8")
+    for name, link in published.QUOTED.items():
+        assert page.quoted(results, link) in (published.ROOT / name).read_text(encoding="utf-8")
 
 
 def test_a_row_is_rehearsed_and_compared(folder):
@@ -67,6 +70,37 @@ def test_a_row_is_rehearsed_and_compared(folder):
 
     again = published.rehearse_row(rows["tiny"], folder / "kept", True, None)
     assert again["figures"] == result["figures"] and again["seconds"] == result["seconds"]
+
+
+def result(row: str, ratio: float, inside: bool, role: str = "blind") -> dict:
+    figure = {"label": "step", "unit": "ms", "published": 100.0, "predicted": 100 * ratio, "ratio": ratio}
+    figure |= {"interval": [90.0, 110.0], "inside": inside}
+    facts = {"source": "https://github.com/a/b", "date": "2026", "class": "transformer, eager"}
+    made = {"stopped": None, "leanstep": "1", "engine": "e", "recorded_by": "e", "seconds": 60}
+    first = {"first": {"figures": [figure], "engine": "e"}} if role == "blind" else {}
+    return {"row": row, "role": role, "device": "h100", "figures": [figure], **first, **facts, **made}
+
+
+def test_the_page_sorts_by_error_and_summarises_first_predictions_of_blind_rows():
+    results = [
+        result("a", 0.5, False),
+        result("b", 1.1, True),
+        result("c", 1.2, True),
+        result("d", 0.9, True),
+    ]
+    results.append({**result("e", 1.0, True, "development"), "recorded_by": "older"})
+    stopped = {"figures": [], "first": {"figures": [], "engine": "e"}, "stopped": "no such thing"}
+    results.append({**result("f", 1.0, True), **stopped})
+    results[1]["figures"] = [{**results[1]["figures"][0], "ratio": 1.05}]  # a later version's figure
+    text = page.page(results)
+    rows = re.findall(r"^\| (\w) \|", text, re.MULTILINE)
+    assert rows == ["a", "c", "d", "b", "e"]
+    assert "| transformer, eager | 4 | 1.00 | 1.16 | 2.00 | 75% |" in text and "1.05 (first 1.10)" in text
+    assert "- f stops: no such thing" in text and "[b, 2026](https://github.com/a/b)" in text
+    assert "6 rows, 1 of them recorded by an earlier one and priced again" in text
+    quoted = page.quoted(results, "published.md")
+    assert quoted.startswith("Accuracy: of 4 published step times")
+    assert "half are predicted within 11 %, 90 % within 100 %, and 75 % are inside" in quoted
 
 
 LOG = """import torch

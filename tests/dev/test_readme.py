@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import html
+import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from report import samples
 from tool_loader import load_tool
 
-from benchmarks.harness import Row, Workload
-
 ROOT = Path(__file__).parents[2]
 readme = load_tool("readme")
-roofline = sys.modules["roofline"]
 PAGES = [
     ROOT / "README.md",
     # published.md is made from results/published as a whole, and test_published.py compares it.
@@ -36,16 +32,13 @@ def test_the_tables_are_what_the_results_say(name: str):
     assert readme.rendered(text, results()) == text, "run `python dev/readme.py --render`"
 
 
-def test_the_readme_has_at_most_five_lines_and_the_docs_the_others():
-    assert len(readme.README_LINES) <= 5
-    assert not set(readme.README_LINES) & set(readme.MORE_LINES)
-
-
-def test_nothing_in_a_result_file_beats_its_roofline():
-    for name, held in results().items():
-        for impl, seconds in held.get("roofline_s", {}).items() if name.startswith("bench-") else ():
-            (row,) = (row for row in held["result"]["rows"] if row["impl"] == impl)
-            assert row["p20_s"] >= seconds, (name, impl)
+def test_every_row_has_five_samples_of_this_version():
+    names = [name for name in readme.MEASURED if name in results()]
+    assert len(names) >= 4
+    for name in names:
+        result = results()[name]["result"]
+        assert result["leanstep"].startswith("0.4."), name
+        assert all(row["samples"] >= 5 for row in result["rows"]), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -59,87 +52,64 @@ def test_every_figure_has_a_result_file(page: Path):
 
 def test_result_files_say_how_to_repeat_them():
     for name, held in results().items():
-        if name.startswith(("bench-", "diagnose-")):
-            assert held["command"].startswith(("leanstep ", "python -m benchmarks.")) and held["date"], name
+        if name.startswith("bench-"):
+            assert "python -m benchmarks." in held["command"] and held["date"], name
+    assert all(s["command"].startswith("leanstep ") for s in results()["screens"].values())
+    rows = results()[readme.PREDICTED]["rows"].values()
+    assert all(row["command"].startswith("leanstep rehearse ") and row["leanstep"] for row in rows)
 
 
-def test_blocks_are_rendered_from_results():
-    held = {"bench-logprob-linear-cpu": {"roofline_s": {"leanstep": 0.4}, "result": samples.bench_result()}}
-    held["rehearse-rl-before"] = {"result": {"screen": "two\nlines\n"}}
-    text = (
-        "<!-- figures:begin -->\nold\n<!-- figures:end -->\n<!-- verdict:begin -->\n<!-- verdict:end -->\nc\n"
-    )
-    shown = readme.rendered(text, held)
-    row = "| 2.4 s | 450 ms | **5.33×** | 753 MiB → 20 MiB | 1.9 s (trl-chunked"
-    assert f"{row}) |\n" in shown
-    whole = readme.figures_table(held, readme.README_LINES, "results")
-    assert f"{row}<sup>1</sup>) | 400 ms |\n" in whole
-    assert "Other libraries: <sup>1</sup> trl-chunked: all rows.\n" in whole
-    assert "old" not in shown and "\ntwo\nlines\n  …\n```" in shown
-    assert readme.rendered(shown, held) == shown
-    assert readme.rendered(shown, {}) == text.replace("old\n", "")
+def held_rows(before_s: float, after_s: float) -> dict:
+    """Result files of every line of the README, with two times."""
+    held: dict = {readme.PREDICTED: {"rows": {}}}
+    for line in readme.README_LINES:
+        result = samples.bench_result(case="x")
+        rows = [
+            {**result["rows"][0], "impl": name, "median_s": seconds, "peak_bytes": 3 * 2**20}
+            for name, seconds in ((line.before, before_s), (line.after, after_s))
+        ]
+        others = held.get(line.measured, {"result": {"rows": []}})["result"]["rows"]
+        held[line.measured] = {"result": {**result, "rows": [*others, *rows]}}
+        for name, seconds in ((line.before, before_s), (line.after, after_s)):
+            row = {"peak_bytes": 2**30, "step_s": seconds, "interval_s": [seconds, seconds]}
+            key = f"{line.predicted.format(name)} on h100"
+            held[readme.PREDICTED]["rows"][key] = {**row, "fits": True, "bound_by": "device"}
+    return held
 
 
-def test_a_peer_that_computes_less_says_so_under_the_table():
-    held = {}
-    for name, note in (
-        ("logprob-linear", "same rows; no entropy; first call 9.1 s"),
-        ("grpo-step", ""),
-        ("sft-step", "same rows; no entropy"),
-    ):
-        result = samples.bench_result(case=name)
-        result["rows"][2] |= {"impl": "cut-cross-entropy", "note": note}
-        held[f"bench-{name}-cpu"] = {"result": result}
-    table = readme.figures_table(held, readme.README_LINES, "results")
-    cells = [line.split(" | ")[-2] for line in table.splitlines() if "(results/" in line]
-    assert cells == [
-        "1.9 s (cut-cross-entropy<sup>1</sup>)",
-        "1.9 s (cut-cross-entropy<sup>1</sup>)",
-        "1.9 s (cut-cross-entropy)",
-    ]
-    assert "\nOther libraries: <sup>1</sup> cut-cross-entropy: same rows; no entropy.\n" in table
+def test_a_row_without_a_gain_is_printed_like_one_with_a_gain():
+    table = readme.readme_table(held_rows(1.0, 1.25))
+    assert table.count("\n") == 2 + len(readme.README_LINES)
+    assert "3 MiB → 3 MiB; 1 s → 1.25 s (**0.80×**)" in table
+    assert "1 GiB → 1 GiB; 1 s → 1.25 s (**0.80×**)" in table
 
 
-def test_a_peer_slower_than_the_plain_code_is_no_best_peer():
+def test_a_result_with_few_samples_is_refused(tmp_path: Path):
     result = samples.bench_result()
-    result["rows"][2]["median_s"] = 2.5
-    table = readme.figures_table(
-        {"bench-logprob-linear-cpu": {"result": result}}, readme.README_LINES, "results"
-    )
-    assert "trl-chunked" not in table and table.splitlines()[2].endswith("| - | - |")
+    result["rows"] = [{**row, "samples": 4} for row in result["rows"]]
+    file = tmp_path / "muon_step.json"
+    file.write_text(json.dumps(result), encoding="utf-8")
+    with pytest.raises(readme.BadInput, match="fewer than five samples"):
+        readme.take(tmp_path, file)
 
 
-def test_the_controllers_factor_is_also_given_against_eager_autograd():
-    result = samples.bench_result(case="lens-loss", size="seed")
-    result["rows"][2] |= {"impl": "eager", "kind": "fast"}
-    table = readme.figures_table({"bench-lens-loss-seed": {"result": result}}, readme.MORE_LINES, "results")
-    assert "| **5.33×**; 4.22× against eager ops |" in table
+def test_a_screen_is_clipped_to_its_lines():
+    long = "\n".join(f"line {number}" for number in range(9))
+    held = {"screens": {"rehearse-before": {"command": "leanstep rehearse x", "screen": long}}}
+    shown = readme.screen_block(held, "rehearse-before")
+    assert shown.splitlines()[:2] == ["```", "$ leanstep rehearse x"]
+    assert "line 5" in shown and "line 6" not in shown and "  …" in shown
 
 
-def test_the_roofline_counts_products_once_and_bytes_where_there_are_none(monkeypatch):
-    monkeypatch.setattr(
-        roofline, "best_rate", lambda shapes, dtype, budget_s: 1e9 if dtype.itemsize > 2 else 4e9
-    )
-    monkeypatch.setattr(roofline, "_copy_s", lambda num_bytes, budget_s: num_bytes / 1e6)
-    a, b = torch.ones(30, 20), torch.ones(20, 10)
-
-    def of(step, **options):
-        limit = Row("limit", "limit", lambda workload: step, time_scale=3.0)
-        return roofline.roofline_s(limit, Workload({}), **options)
-
-    assert of(lambda: (a @ b, torch.addmm(b, b, torch.ones(10, 10)))) == pytest.approx(
-        3 * (2 * 30 * 20 * 10 + 2 * 20 * 10 * 10) / 1e9
-    )
-    assert of(lambda: a @ b, faster_dtypes=(torch.bfloat16,)) == pytest.approx(3 * 12000 / 4e9)
-    assert of(lambda: a.clone().T) == pytest.approx(3 * 2 * a.nbytes / 1e6)
-
-
-def test_the_best_rate_is_that_of_the_fastest_arrangement(monkeypatch):
-    seconds = iter((8.0, 2.0, 4.0, 9.0, 16.0))
-    monkeypatch.setattr(roofline, "num_threads", lambda: 2)
-    monkeypatch.setattr(roofline, "_fastest", lambda call, budget_s: next(seconds))
-    # Four layouts of one product, then two products at once, one per core.
-    assert roofline.best_rate(((3, 4, 5),), torch.float32, 0.1) == 2 * 3 * 4 * 5 / 2.0
+def test_the_rows_of_the_museum_are_those_of_the_museum():
+    museum = (ROOT / "docs" / "museum.md").read_text(encoding="utf-8")
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = page.partition("| bug | lived | verdict |\n|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert len(rows) == 2
+    for bug, lived, verdict in ([cell.strip() for cell in row.strip("|").split("|")] for row in rows):
+        title, project = re.fullmatch(r"(.*) \((.*)\)", bug).groups()
+        (line,) = (line for line in museum.splitlines() if title in line)
+        assert f"| {project} |" in line and f"| {lived} |" in line and verdict in line
 
 
 @pytest.mark.parametrize(
@@ -158,7 +128,7 @@ def test_figures_are_found_outside_code(text: str, figures: list[str]):
 def test_the_picture_shows_what_diagnose_printed():
     svg = (ROOT / readme.PICTURE).read_text(encoding="utf-8")
     drawn = html.unescape(re.sub(r"<[^>]+>", "", svg)).replace("\xa0", " ")
-    for line in results()["diagnose-rl-before"]["result"]["screen"].splitlines():
+    for line in results()["screens"][readme.PICTURED]["screen"].splitlines():
         for word in line.split():
             assert word in drawn, f"{word!r}: run `python dev/readme.py --render`"
 

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 TOUR = ROOT / "examples" / "tour.ipynb"
+FIRST_GPU = ROOT / "dev" / "first_gpu.ipynb"
 EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], as_version=4)
@@ -39,6 +40,7 @@ def test_the_tour_runs_and_says_what_its_text_says(tmp_path: Path):
     assert any("gradients agree" in text for text in texts)
 
 
-def test_the_notebook_is_stored_without_outputs():
-    cells = json.loads(TOUR.read_text(encoding="utf-8"))["cells"]
+@pytest.mark.parametrize("notebook", [TOUR, FIRST_GPU], ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_outputs(notebook: Path):
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)

@@ -16,7 +16,7 @@ SETUP = "import torch\nmodel = torch.nn.Linear(4, 4).cuda()\nopt = torch.optim.S
 X = "import torch\nx = torch.ones(3, device='cuda')\n"
 # name -> (the script, its arguments, exit code, what the line says)
 BROKEN = {
-    "no CUDA call": ("print(1)\n", (), 3, "the program never used the CUDA device"),
+    "no CUDA call": ("print(1)\n", (), 3, "the script creates no tensor on the GPU"),
     "ends early": (SETUP + STEP, (), 3, "the script ended after 1 of 3 steps"),
     "ends before a step": (X, (), 3, "the script ended after 0 steps"),
     "CUDA sources": (
@@ -76,6 +76,13 @@ SOUND = {
         SETUP + "kernel = torch.cuda._compile_kernel('__global__ void f(float* x) {}', 'f')\n"
         f"for _ in range(4):\n    {STEP}\n    kernel((1, 1, 1), (32, 1, 1), (model.weight,))\n", (),
     ),
+    "selects no GPU": (
+        "import torch, torch.utils.data as d\nmodel = torch.nn.Linear(4, 4)\n"
+        "opt = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "data = d.TensorDataset(torch.randn(32, 4), torch.randint(0, 4, (32,)))\n"
+        "for x, y in d.DataLoader(data, 4, shuffle=True):\n"
+        "    torch.nn.functional.cross_entropy(model(x), y).backward(); opt.step()\n", (),
+    ),
     "larger than the host": (
         "import torch\nwith torch.no_grad():\n    table = torch.nn.Embedding(1 << 22, 1 << 14)\n"
         + SETUP + f"for _ in range(4):\n    {STEP}\n", (),
@@ -105,6 +112,8 @@ def test_broken_input_gets_one_line(tmp_path, monkeypatch, name):
     assert code == expected, said
     assert any(says in line for line in said.splitlines()), said
     assert "Traceback" not in said
+    # Only a script that ran to its end without enough steps has figures.
+    assert ("fits" in said) == name.startswith("ends "), said
 
 
 @pytest.mark.parametrize("name", SOUND)

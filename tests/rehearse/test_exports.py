@@ -117,8 +117,14 @@ def test_the_search_ends_at_the_largest_value_that_fits(largest):
     def judge(value: str):
         asked.append(int(value))
         fits, needed = int(value) <= largest, 1000 * int(value) + 37
-        memory = {"fits": fits, "failed_line": "x:1", "allocated": needed, "reserved": needed, "context": 0}
-        memory["capacity"] = 1000 * largest + 500
+        memory = {
+            "fits": fits,
+            "failed_line": "x:1",
+            "allocated_bytes": needed,
+            "reserved_bytes": needed,
+            "context_bytes": 0,
+        }
+        memory["capacity_bytes"] = 1000 * largest + 500
         return {
             "memory": memory,
             "time": {"step_ms": 1.0, "interval_ms": [1, 1]},
@@ -140,7 +146,8 @@ def test_a_sweep_names_an_argument_and_values(text):
 
 def test_the_search_says_what_stopped_the_next_value():
     rows = [
-        {"value": str(n), "fits": n < 4, "why": "" if n < 4 else "the program ended: odd"} for n in (1, 3, 4)
+        {"value": str(n), "fits": n < 4, "reason": "" if n < 4 else "the program ended: odd"}
+        for n in (1, 3, 4)
     ]
     assert sweep.largest("batch", rows) == "the largest batch that fits: 3; 4: the program ended: odd"
     assert sweep.largest("batch", rows[-1:]) == "no batch fits; 4: the program ended: odd"

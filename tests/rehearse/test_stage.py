@@ -31,10 +31,10 @@ REFUSED = {
         "an import failed: No module named 'some_cuda_package'",
     ),
     "host": (
-        "import torch\nw = torch.nn.Linear(3, 3)\nopt = torch.optim.SGD(w.parameters(), 0.1)\n"
-        "for _ in range(3):\n    w(torch.ones(1, 3)).sum().backward()\n    opt.step()\n",
+        "import torch\nw = torch.nn.Linear(3, 3, device='cpu')\nopt = torch.optim.SGD(w.parameters(), 0.1)\n"
+        "for _ in range(3):\n    w(torch.ones(1, 3, device='cpu')).sum().backward()\n    opt.step()\n",
         None,
-        "the program never used the CUDA device: nothing to predict",
+        "the script creates no tensor on the GPU: select it with torch.cuda.is_available()",
     ),
     "ordinal": (
         "import torch\nwhere = torch.device('cuda:3')\nw = torch.nn.Linear(3, 3)\nw.to(where)\n",

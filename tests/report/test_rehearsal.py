@@ -20,10 +20,10 @@ def report() -> dict:
 def test_charts_hold_the_figures_of_the_report(report: dict):
     (run,) = sections.view({"rehearse": sections.prepare("rehearse", report)})["rehearse"]
     shown = {bar["label"]: bar["value"] for bar in run["classes_chart"]["bars"]}
-    assert shown == pytest.approx(report["time"]["classes"])
+    assert shown == pytest.approx(report["time"]["class_ms"])
     # Areas lie on each other: the last one ends at the sum.
     stacked = [line for line in run["timeline_chart"]["series"] if not line["dash"]]
-    assert max(level for _, level in stacked[-1]["points"]) == report["memory"]["allocated"]
+    assert max(level for _, level in stacked[-1]["points"]) == report["memory"]["allocated_bytes"]
     assert [bar["label"] for bar in run["devices_chart"]["bars"]] == ["h100", "a100"]
 
 
@@ -48,7 +48,10 @@ def test_the_page_says_predicted_and_shows_the_verdict(report: dict, tmp_path: P
     page.add_section(
         target,
         "rehearse",
-        {**report, "to_fit": [{"text": "half", "needed": None, "why": "", "fits": False, "how": "rerun"}]},
+        {
+            **report,
+            "to_fit": [{"text": "half", "needed_bytes": None, "why": "", "fits": False, "how": "rerun"}],
+        },
     )
     text = target.read_text(encoding="utf-8")
     assert report["verdict"] in text and "still too much" in text

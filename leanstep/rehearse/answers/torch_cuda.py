@@ -722,3 +722,10 @@ def _refuse_exports_and_nested() -> None:
     nested_tensor.get_tensor_symint = ragged_size
     torch.export.export = export
     torch.export.export_for_training = export  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def use_by_default() -> None:
+    """Create tensors that name no device on the GPU: for programs that select none."""
+    torch.set_default_device("cuda")
+    from_numpy = torch.from_numpy
+    torch.from_numpy = lambda array: from_numpy(array).cuda()
