@@ -155,7 +155,7 @@ NAMES = {
             "(updates=, order=, initial=, notes=, error=, said=, iterations=, rank=, world_size=, is_lost=)"
         ),
         "CutsProof": "(script, rows=, notes=, problem=)",
-        "FunctionsProof": "(before, after, rows=, notes=, functions=, problem=)",
+        "FunctionsProof": "(before, after, rows=, notes=, functions=, draws=, problem=)",
         "InvarianceProof": "(script, rows=, variants=, ops=, notes=, problem=)",
         "Job": (
             "(script, argv=, steps=, twin=, dropout=, parts=, explain=, full=, seed=, ranks=, path=, name=)"
@@ -166,8 +166,9 @@ NAMES = {
         ),
         "Twin": "(*, dropout=, count=, note_targets=, note_draw=)",
         "Update": (
-            "(number, losses=, tokens=, ids=, first_input=, draws=, optimizer_steps=, gradients=, clipped=,"
-            " changes=, parts=, counts=, targets=, functions=, drawn=, values=, terms=)"
+            "(number, losses=, tokens=, ids=, read=, first_input=, draws=, optimizer_steps=, gradients=,"
+            " clipped=, changes=, options=, frozen=, parts=, counts=, targets=, functions=, drawn=, values=,"
+            " terms=)"
         ),
         "prove_cuts": "(script, cuts, *, fork=, report=)",
         "prove_functions": "(before, after, inputs=, *, device=, proof=)",
