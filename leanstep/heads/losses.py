@@ -752,7 +752,7 @@ def linear_distill_loss(
         in_order = rows == torch.arange(n, device=rows.device)
         wrong = "rows: expected every row in order if as many rows are selected as there are"
         assert_all(in_order, wrong, rows)
-    per_row = [x.detach() for x in teacher[: 2 if isinstance(teacher, TeacherTopK) else 1]]
+    per_row = [x.detach() for x in (teacher[:2] if isinstance(teacher, TeacherTopK) else teacher[:1])]
     if rows is not None and len(states) == total != n:
         per_row = [x.index_select(0, rows) for x in per_row]
     logits_of = None

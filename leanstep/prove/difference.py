@@ -84,20 +84,20 @@ def of_the_optimizer(before: Update, after: Update, names: list[str], step: int)
 
 def _other_options(before: Update, after: Update, names: list[str]) -> list[tuple[str, str]]:
     """Name the options of the optimizers in which the parameters `names` differ, with both values."""
-    found: dict[tuple[str, Any, Any], list[str]] = {}
+    differing: dict[tuple[str, Any, Any], list[str]] = {}
     for name in names:
         mine, theirs = before.options.get(name, {}), after.options.get(name, {})
         for key in mine:
             if key in theirs and mine[key] != theirs[key]:
-                found.setdefault((key, mine[key], theirs[key]), []).append(name)
+                differing.setdefault((key, mine[key], theirs[key]), []).append(name)
     # A schedule computes its rate in floating point.
-    found = {
+    differing = {
         (key, a, b): of
-        for (key, a, b), of in found.items()
+        for (key, a, b), of in differing.items()
         if not (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-9))
     }
     texts = []
-    for (key, a, b), of in found.items():
+    for (key, a, b), of in differing.items():
         where = "" if len(of) == len(before.options) else f" of {of[0]}" + _more(len(of) - 1)
         values = [f"{value:g}" if isinstance(value, float) else f"{value}" for value in (a, b)]
         texts.append((key, f"another {key}{where}: {values[0]} before, {values[1]} after"))

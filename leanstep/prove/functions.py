@@ -354,7 +354,7 @@ def _guesses(name: str, batch: tuple[int, ...]) -> Iterator[Callable[[], Tensor]
         for size in (CLASSES, WIDTH):
             yield lambda size=size: torch.randn(size).requires_grad_()
     elif low in _ROW or low.endswith(("logps", "logp", "logprobs")):
-        # Nobody trains through a reward or an old policy.
+        # A reward or an old policy is not trained.
         trained = low.startswith(("logp", "value", "ratio", "chosen", "rejected"))
         yield lambda: torch.randn(batch).requires_grad_(trained)
     else:
@@ -405,7 +405,7 @@ def _own_tensors(function: Callable[..., Any]) -> dict[str, Tensor]:
     owner = getattr(function, "__self__", function)
     if isinstance(owner, nn.Module):
         return {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
-    code, found = getattr(function, "__code__", None), {}
+    code, tensors = getattr(function, "__code__", None), {}
     scope = dict(getattr(function, "__globals__", {}))
     if code is not None:
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)  # type: ignore[attr-defined]
@@ -413,10 +413,10 @@ def _own_tensors(function: Callable[..., Any]) -> dict[str, Tensor]:
     for name in (*code.co_names, *code.co_freevars) if code is not None else ():
         value = scope.get(name)
         if isinstance(value, nn.Module):
-            found |= {f"{name}.{key}": tensor for key, tensor in _own_tensors(value).items()}
+            tensors |= {f"{name}.{key}": tensor for key, tensor in _own_tensors(value).items()}
         elif isinstance(value, Tensor) and value.is_leaf:
-            found[name] = value
-    return found
+            tensors[name] = value
+    return tensors
 
 
 @contextlib.contextmanager

@@ -118,16 +118,16 @@ class Values(TorchFunctionMode):
         places = {key: number for number, (_, key) in enumerate(self._values)}
 
         def sources(node: Any) -> set[int]:
-            found: set[int] = set()
+            numbers: set[int] = set()
             seen, waiting = set(), [node]
             while waiting:
                 for child in waiting.pop().next_functions:
                     if child in places:
-                        found.add(places[child])
+                        numbers.add(places[child])
                     elif child[0] is not None and child[0] not in seen:
                         seen.add(child[0])
                         waiting.append(child[0])
-            return found
+            return numbers
 
         root = places.get((loss.grad_fn, loss.output_nr))
         used: dict[int, set[int]] = {}
