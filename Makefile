@@ -1,8 +1,8 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each makes or extends .venv by itself and
 # installs again only when pyproject.toml, constraints.txt or requirements-nodeps.txt changed.
 #
-# `make test` takes about three minutes on two cores: the tests that start no process and import no trainer, and at
-# least one of each other kind (tests/costs.py). `make test-all` runs every test, in about twelve.
+# `make test` takes a few minutes on two cores: the tests that start no process and import no trainer, and at
+# least one of each other kind (tests/costs.py). `make test-all` runs every test: eleven or more.
 
 PYTHON ?= python3
 VENV   := .venv

@@ -22,6 +22,7 @@ if _capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 import gc
 import importlib.util
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,9 @@ settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A background shell ignores Ctrl-C, which tests press.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Two workers on two cores: more threads only spin. dev/matrix tries 2 and 4.
     torch.set_num_threads(int(os.environ.get("LEANSTEP_TEST_THREADS", "1")))
     if TEST_DEVICE != "cpu" and not torch.cuda.is_available():
