@@ -1,7 +1,7 @@
 """Equal micro-batches: a model call with gradients and its backward are recorded once and then repeated.
 
 A call that equals an earlier one (the same module in the same state, arguments of the same shapes, the same
-line) is not run. Its recorded events are repeated with new storages, its outputs are made anew, and backward
+line) is not run. Its recorded events are repeated with new storages, its outputs are new, and backward
 repeats the recorded backward: activations are freed and gradients appear where they did.
 
 What surrounds the call, such as the loss, runs as usual. A call runs unchanged if its backward cannot be told
@@ -192,7 +192,7 @@ class MicroBatches:
     # Recording
 
     def _describe(self, opened: _Open, output: Any, state: State) -> bool:
-        """Describe the output, and watch its gradients; False if it cannot be made again."""
+        """Describe the output, and watch its gradients; False if it cannot be built again."""
         tape, memo = self.tape, {}
         arguments = {id(slot.value): i for i, slot in enumerate(state.slots)}
         for number, (key, _) in enumerate(state.objects.items()):
@@ -288,8 +288,8 @@ class MicroBatches:
         run = _Run(self.tape, known, state.module)
         run.know(known.arguments, [self.tape.number_of(t) for t in _tensors_of(state)])
         run.play(known.forward)
-        made = _Repeated.apply(run, self._anchor)
-        fresh, memo = iter(made), {}
+        built = _Repeated.apply(run, self._anchor)
+        fresh, memo = iter(built), {}
         for placeholder, output in known.outputs:
             value = next(fresh) if output.argument is None else state.slots[output.argument].value
             memo[id(placeholder)] = value
@@ -352,7 +352,7 @@ class _Run:
 
     def tensors(self, outputs: Sequence[_Output]) -> list[Tensor]:
         """Return new tensors on the storages of this run."""
-        made: list[Tensor] = []
+        built: list[Tensor] = []
         bases: dict[int, Any] = {}
         with _disable_current_modes(), torch.inference_mode(False):
             for output in outputs:
@@ -367,8 +367,8 @@ class _Run:
                 if number in self.own:
                     self.own.discard(number)
                     self.tape.bind(tensor, number)
-                made.append(tensor)
-        return made
+                built.append(tensor)
+        return built
 
     def backward(self, received: Sequence[Tensor | None]) -> None:
         """Repeat the backward, and leave the gradients that it left."""
@@ -410,13 +410,13 @@ class _Repeated(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         outputs = [output for _, output in run.known.outputs if output.argument is None]
-        made = run.tensors(outputs)
+        built = run.tensors(outputs)
         freed = {event.storage for event in run.known.backward if isinstance(event, Free)}
-        for output, tensor in zip(outputs, made, strict=True):
+        for output, tensor in zip(outputs, built, strict=True):
             if output.storage in freed:
                 run.held[output.storage] = tensor.untyped_storage()
-        ctx.mark_non_differentiable(*(t for o, t in zip(outputs, made, strict=True) if not o.differentiable))
-        return tuple(made)
+        ctx.mark_non_differentiable(*(t for o, t in zip(outputs, built, strict=True) if not o.differentiable))
+        return tuple(built)
 
     @staticmethod
     def backward(ctx: Any, *received: Tensor | None) -> tuple[None, None]:
