@@ -4,8 +4,8 @@ A call that equals an earlier one (the same module in the same state, arguments 
 line) is not run. Its recorded events are repeated with new storages, its outputs are new, and backward
 repeats the recorded backward: activations are freed and gradients appear where they did.
 
-What surrounds the call, such as the loss, runs as usual. A call runs unchanged if its backward cannot be told
-apart from that of its surroundings, or if it leaves something behind: another update, a cache, a marker of a
+What surrounds the call, such as the loss, runs as usual. A call runs unchanged if its backward cannot be separated
+from that of its surroundings, or if it leaves something behind: another update, a cache, a marker of a
 stream, code of the program in a hook.
 """
 
@@ -103,7 +103,7 @@ class MicroBatches:
 
     def __init__(self, tape: Any) -> None:
         self.tape = tape
-        self.enabled = False  # without an optimizer, steps are found by the parameters of the graph
+        self.enabled = False  # without an optimizer, steps are recorded by the parameters of the graph
         self._passes: dict[Any, list[Pass]] = {}
         self._open: _Open | None = None
         self._after_backward = 0
@@ -125,7 +125,7 @@ class MicroBatches:
         usable = usable and tape.ranks == 1 and not torch.is_inference_mode_enabled()
         if not usable or not any(p.requires_grad for p in module.parameters()):
             return call(module, *args, **kwargs)
-        self._open = None  # a second call in one backward: the two cannot be told apart
+        self._open = None  # a second call in one backward: their events cannot be separated
         state = State(module, args, kwargs)
         key = self._key(state)
         if key is None:
@@ -149,10 +149,10 @@ class MicroBatches:
         opened, self._open = self._open, None
         self._after_backward = _sequence_number()
         if opened is not None and accumulates and opened.start is not None:
-            found = self._pass_of(opened)
-            if found is not None:
+            recorded = self._pass_of(opened)
+            if recorded is not None:
                 passes = self._passes.setdefault(opened.key, [])
-                passes.append(found)
+                passes.append(recorded)
                 del passes[:-_CANDIDATES]
 
     def _alive(self, storages: set[int]) -> bool:
