@@ -4,9 +4,9 @@ A call that equals an earlier one (the same module in the same state, arguments 
 line) is not run. Its recorded events are repeated with new storages, its outputs are new, and backward
 repeats the recorded backward: activations are freed and gradients appear where they did.
 
-What surrounds the call, such as the loss, runs as usual. A call runs unchanged if its backward cannot be separated
-from that of its surroundings, or if it leaves something behind: another update, a cache, a marker of a
-stream, code of the program in a hook.
+What surrounds the call, such as the loss, runs as usual. A call runs unchanged if its backward cannot be
+separated from that of its surroundings, or if it leaves something behind: another update, a cache, a marker of
+a stream, code of the program in a hook.
 """
 
 from __future__ import annotations
