@@ -5,8 +5,8 @@ line) is not run. Its recorded events are repeated with new storages, its output
 repeats the recorded backward: activations are freed and gradients appear where they did.
 
 What surrounds the call, such as the loss, runs as usual. A call runs unchanged if its backward cannot be
-separated from that of its surroundings, or if it leaves something behind: another update, a cache, a marker of
-a stream, code of the program in a hook.
+separated from that of its surroundings, or if it leaves something behind: another update, a cache, a marker
+of a stream, code of the program in a hook.
 """
 
 from __future__ import annotations
