@@ -1,12 +1,12 @@
 """Equal micro-batches: a model call with gradients and its backward are recorded once and then repeated.
 
 A call that equals an earlier one (the same module in the same state, arguments of the same shapes, the same
-line) is not run. Its recorded events are repeated with new storages, its outputs are made anew, and backward
+line) is not run. Its recorded events are repeated with new storages, its outputs are new, and backward
 repeats the recorded backward: activations are freed and gradients appear where they did.
 
-What surrounds the call, such as the loss, runs as usual. A call runs unchanged if its backward cannot be told
-apart from that of its surroundings, or if it leaves something behind: another update, a cache, a marker of a
-stream, code of the program in a hook.
+What surrounds the call, such as the loss, runs as usual. A call runs unchanged if its backward cannot be
+separated from that of its surroundings, or if it leaves something behind: another update, a cache, a marker
+of a stream, code of the program in a hook.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class MicroBatches:
 
     def __init__(self, tape: Any) -> None:
         self.tape = tape
-        self.enabled = False  # without an optimizer, steps are found by the parameters of the graph
+        self.enabled = False  # without an optimizer, steps are recorded by the parameters of the graph
         self._passes: dict[Any, list[Pass]] = {}
         self._open: _Open | None = None
         self._after_backward = 0
@@ -125,7 +125,7 @@ class MicroBatches:
         usable = usable and tape.ranks == 1 and not torch.is_inference_mode_enabled()
         if not usable or not any(p.requires_grad for p in module.parameters()):
             return call(module, *args, **kwargs)
-        self._open = None  # a second call in one backward: the two cannot be told apart
+        self._open = None  # a second call in one backward: their events cannot be separated
         state = State(module, args, kwargs)
         key = self._key(state)
         if key is None:
@@ -149,10 +149,10 @@ class MicroBatches:
         opened, self._open = self._open, None
         self._after_backward = _sequence_number()
         if opened is not None and accumulates and opened.start is not None:
-            found = self._pass_of(opened)
-            if found is not None:
+            recorded = self._pass_of(opened)
+            if recorded is not None:
                 passes = self._passes.setdefault(opened.key, [])
-                passes.append(found)
+                passes.append(recorded)
                 del passes[:-_CANDIDATES]
 
     def _alive(self, storages: set[int]) -> bool:
@@ -192,7 +192,7 @@ class MicroBatches:
     # Recording
 
     def _describe(self, opened: _Open, output: Any, state: State) -> bool:
-        """Describe the output, and watch its gradients; False if it cannot be made again."""
+        """Describe the output, and watch its gradients; False if it cannot be built again."""
         tape, memo = self.tape, {}
         arguments = {id(slot.value): i for i, slot in enumerate(state.slots)}
         for number, (key, _) in enumerate(state.objects.items()):
@@ -288,8 +288,8 @@ class MicroBatches:
         run = _Run(self.tape, known, state.module)
         run.know(known.arguments, [self.tape.number_of(t) for t in _tensors_of(state)])
         run.play(known.forward)
-        made = _Repeated.apply(run, self._anchor)
-        fresh, memo = iter(made), {}
+        built = _Repeated.apply(run, self._anchor)
+        fresh, memo = iter(built), {}
         for placeholder, output in known.outputs:
             value = next(fresh) if output.argument is None else state.slots[output.argument].value
             memo[id(placeholder)] = value
@@ -352,7 +352,7 @@ class _Run:
 
     def tensors(self, outputs: Sequence[_Output]) -> list[Tensor]:
         """Return new tensors on the storages of this run."""
-        made: list[Tensor] = []
+        built: list[Tensor] = []
         bases: dict[int, Any] = {}
         with _disable_current_modes(), torch.inference_mode(False):
             for output in outputs:
@@ -367,8 +367,8 @@ class _Run:
                 if number in self.own:
                     self.own.discard(number)
                     self.tape.bind(tensor, number)
-                made.append(tensor)
-        return made
+                built.append(tensor)
+        return built
 
     def backward(self, received: Sequence[Tensor | None]) -> None:
         """Repeat the backward, and leave the gradients that it left."""
@@ -410,13 +410,13 @@ class _Repeated(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         outputs = [output for _, output in run.known.outputs if output.argument is None]
-        made = run.tensors(outputs)
+        built = run.tensors(outputs)
         freed = {event.storage for event in run.known.backward if isinstance(event, Free)}
-        for output, tensor in zip(outputs, made, strict=True):
+        for output, tensor in zip(outputs, built, strict=True):
             if output.storage in freed:
                 run.held[output.storage] = tensor.untyped_storage()
-        ctx.mark_non_differentiable(*(t for o, t in zip(outputs, made, strict=True) if not o.differentiable))
-        return tuple(made)
+        ctx.mark_non_differentiable(*(t for o, t in zip(outputs, built, strict=True) if not o.differentiable))
+        return tuple(built)
 
     @staticmethod
     def backward(ctx: Any, *received: Tensor | None) -> tuple[None, None]:
