@@ -186,6 +186,9 @@ class Run:
                 self.parameters.setdefault(storage, tensor)
                 self.state.add(storage)
                 self.learned.setdefault(place, []).append(storage)
+                if storage in self._families:
+                    # Recorded before it was used in a forward: what was read of it then is of the model too.
+                    self._families[storage].root().met = True
                 self.accelerator |= tensor.layout.device not in ("cpu", "meta")
         if storage not in self.parameters and storage not in self.frozen:
             if not is_parameter:

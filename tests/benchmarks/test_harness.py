@@ -12,8 +12,8 @@ from benchmarks.harness import Benchmark, Row, Workload, check, main, measure, w
 from benchmarks.logprob_linear import BENCHMARK as HEAD
 
 KEYS = {
-    *("impl", "kind", "available", "median_s", "p20_s", "p80_s", "time_ratio", "peak_bytes", "extra_bytes"),
-    *("memory_ratio", "host_syncs", "error", "note"),
+    *("impl", "kind", "available", "median_s", "p20_s", "p80_s", "samples", "time_ratio"),
+    *("peak_bytes", "extra_bytes", "memory_ratio", "host_syncs", "error", "note"),
 }
 
 

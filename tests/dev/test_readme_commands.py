@@ -28,8 +28,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def commands() -> list[str]:
     """The lines of the command blocks, without comments, prompts and printed output."""
     lines = []
-    for block in re.findall(r"^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
-        shown = block.splitlines()
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
+        shown = block.splitlines() if not language else []
+        if not shown:
+            continue
         if shown[0].startswith("$ "):
             shown = [shown[0][2:]]
         lines += [line.partition("  #")[0].strip() for line in shown]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import leanstep
 from leanstep import diagnose
 from leanstep.diagnose.mfu import step_flops
 from leanstep.flops import StepFlops, num_pairs, utilisation
@@ -308,8 +306,6 @@ def test_published_counts_of_mixtures(name, build, published):
     )
     per_token, rest = divmod(flops.model, tokens)
     assert rest == 0 and per_token + 6 * vectors == published
-    row = f"| {name} | {published:,} | {per_token:,} | {6 * vectors:,.0f} |"
-    assert row in (Path(leanstep.__file__).parents[1] / "docs" / "diagnose.md").read_text(encoding="utf-8")
     # Only active experts: the same formula over all parameters is far above.
     assert 6 * idle > published / 50
 

@@ -233,7 +233,7 @@ def untested_rank(rank: int, world_size: int, sequence_parallel: bool, fault: fl
             logp=original(*args, **options).logp + fault
         )
     try:
-        values = megatron_rank(rank, world_size, sequence_parallel)
+        values = megatron_rank(rank, world_size, sequence_parallel, False)
     except ValueError as error:
         return [], str(error)
     return values, " ".join(sorted(megatron._checked))

@@ -428,7 +428,7 @@ class _Repeated(torch.autograd.Function):
 def _is_plain(event: Event) -> bool:
     """Whether an event may be repeated: on the default stream, without a choice by values."""
     if isinstance(event, Launch):
-        return not event.stream and not event.mark
+        return not event.stream and not event.mark and not event.region
     if isinstance(event, HostWait):
         return not event.mark and event.kind not in _DYNAMIC
     return isinstance(event, Free) or (isinstance(event, Alloc) and not event.stream)
