@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -141,20 +142,15 @@ class Left(NamedTuple):
     num_bytes: int
 
 
-class LineWork(NamedTuple):
-    """The work of one line's ops in a step, including those of its backward."""
+class Amount(NamedTuple):
+    """The work of some ops: of a step, of one line with its backward, of a part of the step."""
 
     ops: int = 0
     flops: int = 0
     written_bytes: int = 0
 
-
-class Totals(NamedTuple):
-    """The work of a step; kept when its ops are dropped."""
-
-    ops: int
-    flops: int
-    written_bytes: int
+    def plus(self, op: Op) -> Amount:
+        return Amount(self.ops + 1, self.flops + op.flops, self.written_bytes + op.written_bytes)
 
 
 class Step:
@@ -232,20 +228,16 @@ class Step:
             self.line_work = {}
         self.run.forget_before(self.span.last)
 
-    def amount(self, first: int, last: int) -> tuple[int, int, int]:
-        """Return ops, FLOPs and written bytes of the events from the `first`-th to before the `last`-th."""
+    def amount(self, first: int, last: int) -> Amount:
+        """Return the work of the events from the `first`-th to before the `last`-th."""
         places, sums = self._sums
-        start, end = bisect.bisect_left(places, first), bisect.bisect_left(places, last)
-        before, after = sums[start], sums[end]
-        return after[0] - before[0], after[1] - before[1], after[2] - before[2]
+        before, after = (sums[bisect.bisect_left(places, place)] for place in (first, last))
+        return Amount(*(now - then for now, then in zip(after, before, strict=True)))
 
     @cached_property
-    def _sums(self) -> tuple[list[int], list[tuple[int, int, int]]]:
-        sums = [(0, 0, 0)]
-        for op in self.ops:
-            ops, flops, written = sums[-1]
-            sums.append((ops + 1, flops + op.flops, written + op.written_bytes))
-        return [op.index for op in self.ops], sums
+    def _sums(self) -> tuple[list[int], list[Amount]]:
+        sums = itertools.accumulate(self.ops, Amount.plus, initial=Amount())
+        return [op.index for op in self.ops], list(sums)
 
     # Sums
 
@@ -254,10 +246,8 @@ class Step:
         return by_line(self.ops)
 
     @cached_property
-    def totals(self) -> Totals:
-        ops = self.ops
-        flops, written = sum(op.flops for op in ops), sum(op.written_bytes for op in ops)
-        return Totals(len(ops), flops, written)
+    def totals(self) -> Amount:
+        return self._sums[1][-1]
 
     @property
     def num_ops(self) -> int:
@@ -272,12 +262,11 @@ class Step:
         return self.totals.written_bytes
 
     @cached_property
-    def line_work(self) -> dict[Site, LineWork]:
-        work: dict[Site, LineWork] = {}
+    def line_work(self) -> dict[Site, Amount]:
+        work: dict[Site, Amount] = defaultdict(Amount)
         for op in self.ops:
-            ops, flops, written = work.get(op.site, LineWork())
-            work[op.site] = LineWork(ops + 1, flops + op.flops, written + op.written_bytes)
-        return work
+            work[op.site] = work[op.site].plus(op)
+        return dict(work)
 
     @cached_property
     def products(self) -> Counter[tuple[str, torch.dtype]]:

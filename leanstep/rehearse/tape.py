@@ -309,8 +309,7 @@ class Tape(TorchDispatchMode):
             if known.nbytes == nbytes or known.category == "registers":
                 return number
             self._free(key)
-        if key not in self._watched:
-            self._watched[key] = weakref.ref(storage, lambda _: self._forget_storage(key))
+        self._watch(storage, key)
         category = self._category or "temporary"
         if self.in_registers:
             nbytes, category = 0, "registers"
@@ -372,9 +371,13 @@ class Tape(TorchDispatchMode):
     def bind(self, tensor: Tensor, number: int) -> None:
         """Make a new tensor the holder of an allocation."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._watched[key] = weakref.ref(storage, lambda _: self._forget_storage(key))
-        self._numbers[key] = number
+        self._watch(storage, storage._cdata)
+        self._numbers[storage._cdata] = number
+
+    def _watch(self, storage: Any, key: int) -> None:
+        """Tape the end of a storage."""
+        if key not in self._watched:
+            self._watched[key] = weakref.ref(storage, lambda _: self._forget_storage(key))
 
     def disown(self, tensor: Tensor) -> None:
         """Tape the end of a tensor's allocation before the tensor ends."""

@@ -11,7 +11,7 @@ from diagnose.made import HERE, op, sized, steps
 from leanstep.diagnose.find import find
 from leanstep.diagnose.rules import GROWTH_STEPS, RULES, Limits
 from leanstep.diagnose.rules.growth import rises
-from leanstep.diagnose.step import Step, Totals
+from leanstep.diagnose.step import Amount, Step
 from leanstep.diagnose.watch import Watch
 
 SCRIPTS = sorted((Path(__file__).parent / "growth").glob("*.py"))
@@ -73,7 +73,7 @@ def test_memory_must_be_left_by_nearly_every_step() -> None:
 def of_ops(*ops: int) -> list[Step]:
     made = steps(*([] for _ in ops))
     for step, count in zip(made, ops, strict=True):
-        step.totals = Totals(count, 1000, 1000)
+        step.totals = Amount(count, 1000, 1000)
     return made
 
 

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from leanstep.diagnose.findings import Finding, Hit, Rule, Work, callers_of, plural
-from leanstep.diagnose.step import Left, LineWork, Step, grouped
+from leanstep.diagnose.step import Amount, Left, Step, grouped
 from leanstep.tape.events import BACKWARD, BACKWARD_CALL, FORWARD
 from leanstep.tape.lines import UNKNOWN_LINE, Line
 from leanstep.units import about, size
@@ -217,7 +217,7 @@ def _most_grown(steps: Sequence[Step]) -> tuple[Line, Counter[Line]]:
     return line, callers[line]
 
 
-def _plain_seconds(work: LineWork) -> float:
+def _plain_seconds(work: Amount) -> float:
     """Return the rough time on a typical core, used only to compare lines."""
     return 1e-5 * work.ops + work.written_bytes / 5e9 + work.flops / 5e10
 
