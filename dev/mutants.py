@@ -4,20 +4,22 @@
     python dev/mutants.py --list           only list them
     python dev/mutants.py --only heads     mutants of one group
 
-Every place of the listed functions where a listed operator applies is a candidate; a fixed seed draws
-`PER_GROUP` of each group. A mutant is one changed file in a copy of the clone. The tests that `make test`
-selects from the group's folder run on it; where all pass, the other tests of the folder follow when every
-mutant had its turn. The unchanged clone runs first and must pass. REASONS says why a mutant may survive.
+Every place of the listed functions where a listed operator applies is a candidate. A fixed seed draws
+`PER_GROUP` of each group by a hash of the change and its function, so that changes elsewhere draw no others.
+A mutant is one changed file in a copy of the clone. The tests that `make test` selects from the group's
+folder run on it; where all pass, the other tests of the folder follow when every mutant had its turn. The
+unchanged clone runs first and must pass. REASONS says why a mutant may survive. A result holds as long as
+its function stays as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import multiprocessing
 import os
-import random
 import resource
 import shutil
 import signal
@@ -32,7 +34,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "mutants.jsonl"
-SEED, PER_GROUP = 50, 15
+SEED, PER_GROUP = 50, 13
 # Tests that take longer hang: the mutant is killed. Of a process, so that a busy machine kills none.
 CPU_LIMIT_S, LIMIT_S = 300, 3600
 # group -> modules (all their functions, or those that are named), folder of tests.
@@ -74,11 +76,7 @@ COMPARED |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in
 COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Pow: "*"}
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "amax": "amin", "amin": "amax"}
 # Name of a survivor -> why no test needs to notice the change.
-REASONS: dict[str, str] = {
-    "leanstep/prove/difference.py:144 prove_cuts, constant: True -> False": (
-        "zip of two lists of one length: strict=True is for readers"
-    ),
-}
+REASONS: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -94,10 +92,18 @@ class Mutant:
     stop: int
     old: str
     new: str
+    # Equal changes of a function before this one, and the function's syntax.
+    earlier: int
+    code: str
 
     @property
     def name(self) -> str:
-        return f"{self.file}:{self.line} {self.function}, {self.rule}: {self.old} -> {self.new}"
+        again = f" ({self.earlier + 1})" if self.earlier else ""
+        return f"{self.file} {self.function}, {self.rule}: {self.old} -> {self.new}{again}"
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 class Finder(ast.NodeVisitor):
@@ -110,6 +116,7 @@ class Finder(ast.NodeVisitor):
         for line in self.source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
         self.functions: list[str] = []
+        self.code = ""
         self.mutants: list[Mutant] = []
         self.visit(ast.parse(self.source))
 
@@ -126,12 +133,14 @@ class Finder(ast.NodeVisitor):
     def add(self, node: ast.expr, rule: str, new: str) -> None:
         if self.functions and (not self.wanted or self.functions[0] in self.wanted):
             start, stop = self.span(node)
-            old, function = self.text(node), ".".join(self.functions)
-            self.mutants.append(
-                Mutant(self.group, self.file, node.lineno, function, rule, start, stop, old, new)
-            )
+            change = (".".join(self.functions), rule, self.text(node), new)
+            earlier = sum((m.function, m.rule, m.old, m.new) == change for m in self.mutants)
+            place = (self.group, self.file, node.lineno)
+            self.mutants.append(Mutant(*place, *change[:2], start, stop, *change[2:], earlier, self.code))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        if not self.functions:
+            self.code = digest(ast.dump(node))
         self.functions.append(node.name)
         for child in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
             self.visit(child)
@@ -199,7 +208,7 @@ class Finder(ast.NodeVisitor):
 
 
 def drawn(only: str = "") -> list[Mutant]:
-    """Return `PER_GROUP` mutants of each group; those of a group do not depend on the others."""
+    """Return `PER_GROUP` mutants of each group."""
     chosen = []
     for group, (modules, _) in GROUPS.items():
         candidates = [
@@ -207,9 +216,8 @@ def drawn(only: str = "") -> list[Mutant]:
             for module, wanted in modules.items()
             for m in Finder(group, f"leanstep/{module}.py", wanted).mutants
         ]
-        chosen += sorted(
-            random.Random(f"{SEED} {group}").sample(candidates, PER_GROUP), key=lambda m: (m.file, m.start)
-        )
+        by_hash = sorted(candidates, key=lambda m: digest(f"{SEED} {m.name}"))
+        chosen += sorted(by_hash[:PER_GROUP], key=lambda m: (m.file, m.start))
     return [m for m in chosen if only in m.group]
 
 
@@ -276,9 +284,13 @@ def main() -> int:
     mutants = drawn(options.only)
     if options.list:
         for mutant in mutants:
-            print(mutant.name)
+            print(f"{mutant.file}:{mutant.line}: {mutant.name}")
         return 0
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    # Results of functions that changed, and of mutants that are drawn no more, go.
+    valid = {(m.name, m.code) for m in drawn()}
+    rows = [row for row in rows if (row["mutant"], row["code"]) in valid]
+    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
     judged = {(row["mutant"], row["selection"]): row["failed"] for row in rows}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -298,7 +310,7 @@ def main() -> int:
                 mutant, _, failed = done.result()
                 judged[mutant.name, selection] = failed
                 print(f"{'killed' if failed else 'SURVIVED':9} {selection:10} {mutant.name}", flush=True)
-                row = {"mutant": mutant.name, "selection": selection, "failed": failed}
+                row = {"mutant": mutant.name, "code": mutant.code, "selection": selection, "failed": failed}
                 with RESULTS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
     counts: Counter[str] = Counter()

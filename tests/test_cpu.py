@@ -148,12 +148,6 @@ def test_a_folder_that_cannot_be_made_is_not_used(source):
     assert "cache" in cpu.load_library(source)
 
 
-@needs_compiler
-def test_a_caller_may_name_the_folder(source, tmp_path):
-    library = cpu.build_library(source, folder=tmp_path)
-    assert library.parent == tmp_path and not (tmp_path / "cache").exists()
-
-
 def test_an_interrupted_build_leaves_nothing_behind(source, monkeypatch, tmp_path):
     """The compiler, and a process that it started, end too."""
     number = tmp_path / "number"
@@ -266,11 +260,6 @@ def test_workers_multiply_with_one_thread_from_their_first_product_on():
 
     run_on_cores([job] * 2, 2)
     assert seen == [1, 1]
-
-
-def test_two_jobs_are_at_work_at_the_same_time():
-    meeting = threading.Barrier(2, timeout=20)
-    run_on_cores([lambda core: meeting.wait()] * 2, 2)
 
 
 def test_an_error_stops_the_rest_and_reaches_the_caller():

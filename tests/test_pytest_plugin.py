@@ -209,24 +209,3 @@ def test_nothing_stays_behind():
     ]
     for text in refusals:
         result.stdout.fnmatch_lines([f"*leanstep.budget: {text}*"])
-
-
-def test_under_xdist(run):
-    """A worker is a separate process, and its reports are the same."""
-    pytest.importorskip("xdist")
-    result = run(
-        STEP
-        + """\
-def test_step(leanstep):
-    with leanstep.budget(host_reads=0, peak_mib=8):
-        step()
-
-
-def test_over(leanstep):
-    with leanstep.budget(host_reads=0):
-        step(look=True)
-""",
-        "-p", "xdist.plugin", "-n", "1",
-    )  # fmt: skip
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["  test_waste.py:18: host-sync: 1 read"])

@@ -74,22 +74,6 @@ def test_every_rule_has_the_page_that_explain_names(site: Path):
         assert re.search(first.replace(r"\ ", r"\s+"), plain), name
 
 
-def test_a_broken_link_fails_the_build(site: Path, tmp_path: Path):
-    """The strict build of the repository's pages is worth something: it can fail."""
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    (docs / "index.md").write_text("# x\n\n[gone](gone.md)\n", encoding="utf-8")
-    (tmp_path / "mkdocs.yml").write_text(
-        "site_name: x\nstrict: true\nvalidation: {unrecognized_links: warn}\n", encoding="utf-8"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")],
-        capture_output=True, text=True, cwd=tmp_path, timeout=120,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )  # fmt: skip
-    assert done.returncode != 0 and "gone.md" in done.stdout + done.stderr
-
-
 def test_pages_open_without_errors_and_load_nothing_from_elsewhere(visit, address: str):
     for page in (
         "",

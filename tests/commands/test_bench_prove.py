@@ -7,14 +7,6 @@ import pytest
 from leanstep.cli import run
 
 
-def test_version_and_help(capsys):
-    assert run(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("leanstep 0.")
-    for command in ("demo", "diagnose", "bench", "prove", "rehearse"):
-        assert run([command, "--help"]) == 0
-        assert "Example" in capsys.readouterr().out, command
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -40,19 +40,3 @@ def test_code_in_pages_and_lines_marked_to_be_ignored_are_left_alone(tmp_path):
     assert not problems(tmp_path, "page.md", "```\n4 ms a step\n```\n\nCalled `the fp64 twin`.\n")
     assert not problems(tmp_path, "code.py", "x = 1  # 4 ms a step  # prose: ignore\n")
     assert not problems(tmp_path, "verb.py", "# It launches a kernel and calls an op.\n")
-
-
-def test_names_that_say_nothing_are_listed(tmp_path):
-    source = "def f(given):\n    found = given\n    return found\n"
-    source += "class A:\n    def made(self):\n        self.kept = 1\n"
-    assert [line.split('"')[1] for line in problems(tmp_path, "names.py", source)] == [
-        "given",
-        "found",
-        "made",
-        "kept",
-    ]
-    assert not problems(tmp_path, "uses.py", "x = result.found\n")
-
-
-def test_the_project_itself_reads_well():
-    assert prose.violations([prose.ROOT / name for name in prose.READ_BY_PEOPLE]) == []

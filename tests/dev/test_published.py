@@ -10,7 +10,6 @@ from tool_loader import load_tool
 
 published = load_tool("published")
 page = published.published_page
-logs = published.speedrun_logs
 
 SCRIPT = """
 import torch
@@ -101,21 +100,3 @@ def test_the_page_sorts_by_error_and_summarises_first_predictions_of_blind_rows(
     quoted = page.quoted(results, "published.md")
     assert quoted.startswith("Accuracy: of 4 published step times")
     assert "half are predicted within 11 %, 90 % within 100 %, and 75 % are inside" in quoted
-
-
-LOG = """import torch
-print("train")
-
-{dashes}
-# triton_kernels.py
-{dashes}
-
-def kernel(): pass
-{rule}
-Running PyTorch
-{rule}
-step:0/9 val_loss:10.8 train_time:0ms step_avg:0.03ms
-step:1/9 train_time:80ms step_avg:80.00ms
-step:2/9 train_time:130ms step_avg:65.00ms
-step:3/9 train_time:180ms step_avg:60.00ms
-"""

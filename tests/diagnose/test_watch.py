@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tool_loader import load_tool
 from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -303,16 +302,6 @@ def test_what_prepares_a_batch_belongs_to_every_step(write_script, watched) -> N
     assert [(f.line.number, f.counts, f.confidence) for f in watch.findings()] == [(6, [1, 1, 1], "medium")]
 
 
-def test_a_run_without_an_optimizer_is_one_step(write_script, watched) -> None:
-    script = write_script(
-        "import torch\nw = torch.ones(3, requires_grad=True)\n"
-        "for _ in range(3):\n    loss = (w * 2).sum()\n    loss.backward()\n    print(loss.item())\n"
-    )
-    watch = watched(script)
-    assert (watch.boundary, len(watch.steps), watch.warmup_done) == ("none", 1, 0)
-    assert [(f.line.number, f.count) for f in watch.findings()] == [(6, 3)]
-
-
 def test_recording_stops_after_its_steps_and_the_script_runs_on(write_script, watched) -> None:
     script = write_script(
         "import torch\nmodel = torch.nn.Linear(4, 4)\noptimizer = torch.optim.SGD(model.parameters(), "
@@ -423,27 +412,23 @@ def _recorded(step) -> tuple[int, int, float]:
 
 
 def test_recording_adds_no_op_to_thousands_of_tiny_ones() -> None:
-    step = load_tool("watch_overhead").tiny_ops()
-    plain, recorded, lines = _recorded(step)
-    assert recorded == plain > 1000
-    # The time per op is measured by dev/watch_overhead.py; it follows the lines.
-    assert lines < 170
-
-
-def test_recording_adds_few_ops_where_matmuls_dominate() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)), torch.nn.Linear(64, 256))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    x, y = torch.randn(64, 64), torch.randint(0, 256, (64,))
+    model = torch.nn.Linear(32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(16, 32)
 
     def step() -> None:
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
+        scores, loss = model(x).squeeze(-1), torch.zeros(())
+        for i in range(16):
+            for j in range(i + 1, 16):
+                loss = loss - torch.nn.functional.logsigmoid(scores[i] - scores[j])
+        loss.backward()
         optimizer.step()
 
     plain, recorded, lines = _recorded(step)
-    # The rows of the head's gradient that are zero are counted: at most five ops per head and step.
-    assert plain < recorded <= plain + 5
-    assert lines < 260
+    assert recorded == plain > 1000
+    # The time per op follows the lines.
+    assert lines < 170
 
 
 DEEP = """\

@@ -112,13 +112,6 @@ def test_fused_equals_composed(name, rows, monkeypatch):
             torch.testing.assert_close(grad, expected_grads[key], **close, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def test_every_clip_is_exercised():
-    tensors, tokens, data = make()
-    for name in ("ppo", "dual", "gspo"):
-        result, _ = fused(tensors, tokens, data, OBJECTIVES[name], "token_mean")
-        assert 0 < float(result.metrics["clip_fraction"]) < 1
-
-
 @pytest.mark.parametrize(
     "options", [{"softcap": 2.0, "scale": 0.7}, {"temperature": 0.6}, {"temperature": "rows"}]
 )
@@ -131,18 +124,6 @@ def test_transforms(options):
     torch.testing.assert_close(result.loss, expected.loss, atol=1e-10, rtol=1e-10)
     for key, grad in grads.items():
         torch.testing.assert_close(grad, expected_grads[key], atol=1e-10, rtol=1e-10)
-
-
-def test_single_precision_is_as_close_to_the_truth():
-    tensors, tokens, data = make()
-    _, truth = composed(tensors, tokens, data, OBJECTIVES["k3"], "token_mean")
-    single = [{k: v.float() for k, v in d.items()} for d in (tensors, data)]
-    expected, plain = composed(single[0], tokens, single[1], OBJECTIVES["k3"], "token_mean")
-    result, grads = fused(single[0], tokens, single[1], OBJECTIVES["k3"], "token_mean")
-    torch.testing.assert_close(result.loss, expected.loss, atol=1e-6, rtol=1e-6)
-    for key in truth:
-        error, plain_error = ((g[key].double() - truth[key]).abs().max() for g in (grads, plain))
-        assert error <= 2 * plain_error + 1e-7, key
 
 
 @pytest.mark.parametrize("frozen", [("weight", "bias"), ("hidden",), ("hidden", "weight", "bias")])
@@ -249,17 +230,6 @@ def test_bad_input_is_named(change, message):
     tensors, tokens, data = make()
     with pytest.raises(ValueError, match=message):
         linear_policy_loss(tensors["hidden"], tensors["weight"], tokens, rows=ROWS, **{**data, **change})
-
-
-def test_fake_tensors_take_the_real_path():
-    """As in a rehearsal: neither pass may read a value."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        hidden, weight = torch.randn(T, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
-        tokens, old, advantages = torch.zeros(11, dtype=torch.int64), torch.randn(11), torch.randn(11)
-        loss_of_head(hidden, weight, tokens, old, advantages, rows=torch.arange(11)).loss.backward()
-        assert hidden.grad.shape == (T, D) and weight.grad.shape == (V, D)
 
 
 BAD_ROWS = {

@@ -229,23 +229,6 @@ def test_in_lightning(tmp_path):
     assert FIGURES <= set(header.split(",")) and len(rows) == 1
 
 
-def test_lightnings_loggers_get_the_figures(tmp_path):
-    lightning, module = lightning_module()
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from leanstep.integrations.callbacks import LeanstepLightning
-
-    callback = LeanstepLightning(steps=1, warmup=1, show=lambda _: None)
-    logger = lightning.loggers.TensorBoardLogger(tmp_path)
-    fit(tmp_path, lightning, module, [callback], logger=logger)
-    events = EventAccumulator(logger.log_dir).Reload()
-    logged = {name: events.Scalars(name) for name in FIGURES}
-    assert all(len(values) == 1 for values in logged.values())
-    shown = {name: values[0].value for name, values in logged.items()}
-    assert shown == pytest.approx(callback.report.scalars, rel=1e-6)
-
-
 def test_each_of_lightnings_loggers_gets_the_figures_once(tmp_path):
     """Loggers for W&B and MLflow have this interface."""
     lightning, module = lightning_module()

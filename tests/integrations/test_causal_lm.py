@@ -100,42 +100,6 @@ def test_what_trainers_log_equals_the_models_own_logits(family):
         )
 
 
-def test_an_all_masked_batch_gives_zero_with_a_graph():
-    model = causal_lm("qwen2")
-    ids, labels = labelled()
-    hidden = model.base_model(input_ids=ids).last_hidden_state
-    scores = score_labels(model, hidden, torch.full_like(labels, -100), entropy="grad")
-    assert torch.equal(scores.logp, torch.zeros_like(scores.logp))
-    (scores.logp.sum() + scores.entropy.sum()).backward()
-    head = model.get_output_embeddings().weight
-    assert head.grad is not None and not head.grad.any()
-
-
-def test_a_lora_adapter_on_the_head_is_not_ignored():
-    from peft import LoraConfig, get_peft_model
-
-    ids, labels = labelled()
-    model = get_peft_model(causal_lm("qwen2"), LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
-    base = model.get_base_model()
-    check_head(base)
-    hidden = base.base_model(input_ids=ids).last_hidden_state
-    scores = score_labels(base, hidden, labels)
-    logp, _ = plain_scores(model, ids, labels, 1.0)
-    torch.testing.assert_close(scores.logp, logp, rtol=1e-4, atol=1e-5)
-    ours = torch.autograd.grad(scores.logp.sum(), list(trainable(model)), retain_graph=True)
-    stock = torch.autograd.grad(logp.sum(), list(trainable(model)))
-    for a, b in zip(ours, stock, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
-
-
-def trainable(model):
-    return (p for p in model.parameters() if p.requires_grad)
-
-
 def test_dropout_on_the_heads_adapter_is_refused():
     from peft import LoraConfig, get_peft_model
 

@@ -82,14 +82,6 @@ def test_gradient_checkpointing_recomputes_the_same():
         torch.testing.assert_close(a, b)
 
 
-def test_old_log_probs_have_no_graph():
-    model, (ids, attention, mask) = causal_lm("qwen3"), padded()
-    with torch.no_grad():
-        old = model_logprobs(model, ids, mask, attention_mask=attention)
-    assert not old.requires_grad
-    torch.testing.assert_close(old, plain(model, ids, mask, attention_mask=attention)[0].detach())
-
-
 def test_logits_to_keep_means_the_last_tokens():
     model, (ids, attention, _) = causal_lm("llama"), padded()
     whole = model_logprobs(model, ids, attention_mask=attention)
@@ -202,20 +194,6 @@ def test_a_compiled_model_gives_the_same():
     ours = model_logprobs(compiled, ids, mask, attention_mask=attention)
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(gradients(model, ours, ours), gradients(model, expected, expected))
-
-
-def test_what_is_no_causal_model_is_refused():
-    ids, _, mask = padded()
-    with pytest.raises(ValueError, match="model: expected a transformers causal LM, got Linear"):
-        model_logprobs(nn.Linear(3, 3), ids, mask)
-
-
-def test_a_head_with_an_unknown_factor_is_refused_at_the_first_call():
-    model, (ids, _, mask) = causal_lm("llama"), padded()
-    original = model.lm_head.forward
-    model.lm_head.forward = lambda x: 1.5 * original(x)
-    with pytest.raises(ValueError, match="head of LlamaForCausalLM differs"):
-        model_logprobs(model, ids, mask)
 
 
 def test_before_and_after_of_the_page_are_the_same():

@@ -35,17 +35,6 @@ def scored(seed=2):
     return batch, torch.randn(batch.pos.shape, generator=torch.Generator().manual_seed(seed)).tanh()
 
 
-def test_gate_every_one_is_no_gate():
-    batch, x = scored()
-    config = LensConfig(block_size=4, objective=ObjectiveConfig(budget_smooth_weight=0.2))
-    objective = LensObjective(config)
-    state = None
-    for _ in range(3):
-        direct = lens_loss(x, batch, config, state=state)
-        state = direct.state
-        assert objective(x, batch).loss.equal(direct.loss)
-
-
 @pytest.mark.parametrize("mode", ["skip", "scale"])
 def test_gate_runs_on_counters_and_skips_the_controller(mode):
     batch, x = scored()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 
 import pytest
@@ -122,13 +121,6 @@ def test_split_and_heads_step_like_separate_matrices(dim):
         torch.testing.assert_close(mine, step_once(w.contiguous(), g.contiguous()), atol=1e-6, rtol=0)
 
 
-def test_split_bank_with_heads():
-    weight, grad = torch.randn(3, 24, 10), torch.randn(3, 24, 10)
-    got = step_once(weight, grad, split=[16, 8], heads=[2, 1])
-    for i in range(3):
-        torch.testing.assert_close(got[i, 8:16], step_once(weight[i, 8:16], grad[i, 8:16]), atol=1e-6, rtol=0)
-
-
 def test_convolution_as_one_matrix():
     weight, grad = torch.randn(8, 3, 2, 2), torch.randn(8, 3, 2, 2)
     flat = step_once(weight.view(8, 12), grad.view(8, 12))
@@ -161,24 +153,6 @@ def test_a_rule_without_a_finite_factor_is_refused():
         step_once(torch.zeros(40, 20), torch.randn(40, 20), lr_rule=lambda rows, cols: float("nan"))
 
 
-@pytest.mark.parametrize(
-    ("value", "complaint"),
-    [
-        ("x", "expected a tensor as state 'momentum_buffer', got str"),
-        (torch.ones(4, 6).long(), "expected floating-point numbers"),
-    ],
-)
-def test_a_loaded_state_of_another_kind_is_refused(value, complaint):
-    weight = nn.Parameter(torch.randn(4, 6))
-    weight.grad = torch.randn(4, 6)
-    optimizer = NorMuon([weight])
-    optimizer.step()
-    saved = optimizer.state_dict()
-    saved["state"][0]["momentum_buffer"] = value
-    with pytest.raises(ValueError, match=complaint):
-        optimizer.load_state_dict(saved)
-
-
 def test_row_variance_and_no_variance():
     weight, grad = torch.zeros(20, 40), torch.randn(20, 40)
     off = step_once(weight, grad, variance="off", lr_rule="none")
@@ -190,12 +164,6 @@ def test_row_variance_and_no_variance():
     )
 
 
-def test_decoupled_decay_is_adamws():
-    weight, grad = torch.randn(20, 40), torch.zeros(20, 40)
-    got = step_once(weight, grad, decay="decoupled", weight_decay=0.5)
-    torch.testing.assert_close(got, weight * (1 - 0.1 * 0.5), atol=1e-6, rtol=0)
-
-
 def test_zero_gradient_matrix_in_a_bank_only_decays():
     weight, grad = torch.randn(2, 20, 30), torch.randn(2, 20, 30)
     grad[1] = 0
@@ -204,7 +172,7 @@ def test_zero_gradient_matrix_in_a_bank_only_decays():
     assert torch.isfinite(got).all()
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1e9])
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1e37])
 def test_gradient_scale_does_not_change_the_step(scale):
     weight, grad = torch.zeros(20, 30), torch.randn(20, 30)
     torch.testing.assert_close(step_once(weight, grad * scale), step_once(weight, grad), atol=1e-5, rtol=0)
@@ -231,11 +199,6 @@ def test_non_finite_gradient_skips_the_whole_step_and_is_counted(bad, where):
     assert optimizer.skipped_steps == 1
 
 
-def test_huge_finite_gradients_are_not_mistaken_for_infinite_ones():
-    weight, grad = torch.zeros(20, 30), torch.randn(20, 30)
-    torch.testing.assert_close(step_once(weight, grad * 1e37), step_once(weight, grad), atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("mode", ["nearest", "truncate"])
 def test_bfloat16_weight_with_residual_follows_the_float32_run(mode):
     grads = [torch.randn(24, 40) for _ in range(6)]
@@ -249,19 +212,6 @@ def test_bfloat16_weight_with_residual_follows_the_float32_run(mode):
         b.step()
     assert torch.equal(master(b, half), full.detach())
     assert not torch.equal(full, start.float())
-
-
-def test_small_steps_are_lost_without_low_bits_and_kept_with_them():
-    start = torch.randn(24, 40).bfloat16()
-    moved = {}
-    for mode in ("none", "nearest"):
-        param = nn.Parameter(start.clone())
-        optimizer = NorMuon([param], lr=1e-5, residual=mode)
-        for _ in range(20):
-            param.grad = torch.ones(24, 40).bfloat16()
-            optimizer.step()
-        moved[mode] = (master(optimizer, param) - start.float()).norm().item()
-    assert moved["nearest"] > 3 * moved["none"]
 
 
 def test_step_is_bitwise_repeatable_and_leaves_gradients_alone():
@@ -372,21 +322,6 @@ def test_bad_gradient_raises_before_any_weight_moves():
     with pytest.raises(ValueError, match="bad: expected a dense real gradient"):
         optimizer.step()
     assert torch.equal(good, still) and not optimizer.state
-
-
-OPTIONS = (
-    "params lr momentum nesterov beta2 variance weight_decay decay lr_mul wd_mul lr_rule layout flatten "
-    "split split_dim heads coefficients eps_mode compute_dtype residual nonfinite adam mesh averaged"
-).split()
-
-
-def test_every_option_is_a_keyword_with_a_default():
-    parameters = inspect.signature(NorMuon).parameters
-    assert list(parameters) == OPTIONS
-    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name not in ("params", "lr"))
-    assert all(p.default is not p.empty for name, p in parameters.items() if name != "params")
-    with pytest.raises(TypeError, match="beta3"):
-        NorMuon([nn.Parameter(torch.zeros(4, 6))], beta3=1)
 
 
 def test_adams_options_are_defaults_of_its_groups():

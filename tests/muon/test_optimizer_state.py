@@ -196,6 +196,14 @@ STATE = _trained_state()
             "1.weight: expected state 'second_momentum'",
         ),
         (lambda s: s["state"][0].pop("momentum_buffer"), "1.weight: expected state 'momentum_buffer'"),
+        (lambda s: s["state"][0].update(momentum_buffer="x"), "as state 'momentum_buffer', got str"),
+        (lambda s: s["state"][0]["momentum_buffer"].fill_(torch.nan), "expected finite numbers in state"),
+        (
+            lambda s: s["state"][0].update(momentum_buffer=s["state"][0]["momentum_buffer"].long()),
+            "expected floating-point numbers",
+        ),
+        (lambda s: s["param_groups"][0].pop("lr"), "group 0: lr: expected a value"),
+        (lambda s: s["param_groups"][0].update(momentum=7), "momentum: expected 0 <= momentum < 1, got 7"),
     ],
 )
 def test_misfit_raises_and_changes_nothing(change, message):

@@ -38,14 +38,6 @@ def error(got, truth):
     return ((got.double() - truth).norm() / truth.norm()).item()
 
 
-def spectrum(rows, cols, smallest):
-    short = min(rows, cols)
-    u = torch.linalg.qr(torch.randn(rows, short, dtype=torch.float64)).Q
-    v = torch.linalg.qr(torch.randn(cols, short, dtype=torch.float64)).Q
-    values = torch.logspace(0, torch.tensor(smallest).log10().item(), short, dtype=torch.float64)
-    return (u * values) @ v.mT
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("index", range(9))
 def test_upstream_vectors(form, index):
@@ -65,15 +57,6 @@ def test_upstream_vectors_in_bfloat16(index):
     upstream = array(case["out_bf16"]).float()
     assert error(got, truth) <= 1.5 * error(upstream, truth)
     torch.testing.assert_close(got, upstream, atol=0.1, rtol=0)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_no_further_from_float64_than_plain_bfloat16(form, shape):
-    update = torch.randn(shape)
-    truth = reference.polar(update.double())
-    plain = error(reference.polar(update.bfloat16()), truth)
-    assert error(polar_by(form, update, compute_dtype=torch.float32), truth) <= 0.05 * plain + 1e-6
 
 
 @pytest.mark.parametrize("form", ["standard", "standard, panels"])
@@ -97,14 +80,6 @@ def test_low_rank_keeps_its_singular_values(form, shape, rank):
     truth = reference.polar(update.double())
     plain = error(reference.polar(update), truth)
     assert error(polar_by(form, update, compute_dtype=torch.float32), truth) <= 30 * plain
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_tall_equals_transposed_wide(form):
-    update = torch.randn(60, 170, dtype=torch.float64)
-    torch.testing.assert_close(
-        polar_by(form, update.mT.contiguous()), polar_by(form, update).mT, atol=1e-11, rtol=0
-    )
 
 
 @settings(max_examples=25, deadline=None)

@@ -97,16 +97,6 @@ def test_a_transpose_of_any_length_is_one_graph():
 
 
 @two_layouts
-@pytest.mark.parametrize("shape", [(40, 24), (260, 400)])
-def test_polar(layout, shape):
-    update = LAYOUTS[layout](*shape)
-    function = lambda x: polar(2.0 * x, compute_dtype=torch.float32) + 1.0  # noqa: E731
-    torch.testing.assert_close(traced(function)(update), function(update), atol=1e-5, rtol=0)
-    batch = torch.stack([update, -update])
-    torch.testing.assert_close(traced(function)(batch), function(batch), atol=1e-5, rtol=0)
-
-
-@two_layouts
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_and_polar(layout, nesterov):
     grad, start = LAYOUTS[layout](40, 24), LAYOUTS[layout](40, 24)

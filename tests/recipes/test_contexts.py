@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.lens.contexts import (
     AllocatorConfig,
-    LensNet,
     allocate_focus,
     planned_length,
     reachable_length,
@@ -43,12 +41,6 @@ def test_random_variants_cover_everything_once(tokens, b, top, seed):
         assert (v.lods[v.positions >= tokens - recent] == 0).all()
 
 
-def test_short_sequences_have_the_baseline_only():
-    assert len(sample_variants(10, 4, 2, 2, 12)) == 1
-    with pytest.raises(ValueError, match="T, target_len"):
-        sample_variants(0, 4, 2, 2, 12)
-
-
 def edit(pos, lod, scores, budget=100, **limits):
     config = AllocatorConfig(protected_entries=limits.pop("protected", 0), **limits)
     p, level = allocate_focus(
@@ -77,17 +69,3 @@ def test_allocator_edits_the_strongest_first():
     assert edit(pos, lod, [0.0, 0.0, -0.9, 0.0, 0.0]) == same
     assert edit(pos, lod, [0.0, -0.9, 0.8, 0.0, 0.0]) == [(0, 2), (4, 2), (8, 0), (9, 0)]
     assert len(edit(list(range(8)), [0] * 8, [-0.9] * 8, max_edits=2)) == 6
-
-
-def test_lensnet_scores_are_bounded_and_ignore_padding():
-    torch.manual_seed(0)
-    pos, lod = torch.arange(12).expand(3, 12), torch.zeros(3, 12, dtype=torch.int8)
-    valid = torch.arange(12) < torch.tensor([[12], [9], [4]])
-    net, x = LensNet(3, 8, max_lod=2, block_size=4), torch.randn(3, 12, 3)
-    scores = net(x, pos, lod, valid, 12)
-    assert scores.abs().max() <= 1 and (scores[~valid] == 0).all()
-    poisoned = x.clone()
-    poisoned[~valid] = 1e4
-    torch.testing.assert_close(net(poisoned, pos, lod, valid, 12), scores)
-    with pytest.raises(ValueError, match="embeddings: expected shape"):
-        net(x[:, :-1], pos, lod, valid, 12)

@@ -50,23 +50,6 @@ def test_bars_far_apart_are_logarithmic_and_before_after_never():
     assert pair["unit"] == "s" and [bar["percent"] for bar in pair["bars"]] == [100.0, 0.1]
 
 
-def test_shares_add_up():
-    parts = charts.shares([("rollout", 3.0), ("scoring", 0.5), ("update", 0.5)], str)["parts"]
-    assert [(part["label"], part["percent"], part["text"]) for part in parts] == [
-        ("rollout", 75.0, "3.0"),
-        ("scoring", 12.5, "0.5"),
-        ("update", 12.5, "0.5"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 37, [0, 10, 20, 30]), (3.1, 3.4, [3.1, 3.2, 3.3, 3.4])],
-)
-def test_round_steps(low: float, high: float, expected: list[float]):
-    assert charts.round_steps(low, high) == pytest.approx(expected)
-
-
 def test_stacked_areas_lie_on_each_other():
     samples_of_step = [{"event": 0, "weights": 2.0, "saved": 0.0}, {"event": 1, "weights": 2.0, "saved": 2.0}]
     figure = charts.stacked_timeline(samples_of_step, capacity=5.0)
@@ -84,7 +67,3 @@ def test_thinned_timeline_keeps_its_peak_and_order():
     assert len(thinned) <= charts.MAX_POINTS + 2
     assert max(level for _, level in thinned) == max(level for _, level in timeline)
     assert [t for t, _ in thinned] == sorted(t for t, _ in thinned)
-
-
-def test_short_timeline_is_kept_as_it_is():
-    assert charts.thin([(0, 1), (1, 2)]) == [[0.0, 1.0], [1.0, 2.0]]

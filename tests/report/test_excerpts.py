@@ -25,11 +25,6 @@ def test_excerpt_surrounds_the_line(tmp_path: Path):
     assert found["lines"] == [f"x{i} = {i}" for i in range(7, 18)]
 
 
-def test_excerpt_at_the_first_line(tmp_path: Path):
-    file = write(tmp_path, "a = 1\nb = 2\n")
-    assert excerpt(file, 1, "a = 1") == {"start": 1, "line": 1, "lines": ["a = 1", "b = 2"], "note": ""}
-
-
 def test_changed_or_missing_source_shows_the_recorded_code(tmp_path: Path):
     file = write(tmp_path, "a = 1\n")
     for name, line in ((file, 1), (file, 99), (str(tmp_path / "gone.py"), 1)):
@@ -42,12 +37,6 @@ def test_colours_mark_keywords_strings_comments_and_numbers():
     assert '<span class="k">return</span>' in line
     assert "&lt;b&gt;" in line and "<b>" not in line
     assert '<span class="n">3.5</span>' in line and '<span class="c"># why</span>' in line
-
-
-def test_colours_of_a_string_over_two_lines():
-    lines = colour(['x = """one', 'two"""  # end'])
-    assert lines[0].endswith('<span class="s">&quot;&quot;&quot;one</span>')
-    assert lines[1].startswith('<span class="s">two&quot;&quot;&quot;</span>')
 
 
 @given(
@@ -70,7 +59,3 @@ def test_difference_shows_hunks_with_numbers():
     assert [row["sign"] for row in rows] == [" ", "-", "+", " ", "…", " ", "-", "+", " "]
     assert [(row["number"], row["text"]) for row in rows if row["sign"] == "+"] == [(2, "B"), (11, "K")]
     assert changed_lines(rows) == (2, 2)
-
-
-def test_equal_scripts_have_no_difference():
-    assert difference("a\nb", "a\nb") == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from leanstep.files import BadInput
-from leanstep.report import page, sections
+from leanstep.report import page
 
 from . import samples
 
@@ -87,13 +87,6 @@ def test_binary_file_folder_and_other_format_are_refused(tmp_path: Path):
         page.add_section(other, "demo", samples.demo_payload(tmp_path))
 
 
-def test_an_empty_file_is_filled(tmp_path: Path):
-    path = tmp_path / "page.html"
-    path.touch()
-    page.add_section(path, "demo", samples.demo_payload(tmp_path))
-    assert set(data_of(path)) == {"demo"}
-
-
 def test_nothing_is_fetched(full_page: Path):
     text = full_page.read_text(encoding="utf-8")
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)""", text)
@@ -115,33 +108,3 @@ def test_json_block_reads_back_and_holds_no_markup():
     block = str(page.json_block(value))
     assert not set("<>&\u2028") & set(block)
     assert json.loads(block) == {"text": "<&>\u2028é</script>", "nan": None, "inf": [None], "n": 1.5}
-
-
-def test_two_environments_are_told_apart(tmp_path: Path):
-    demo = samples.demo_payload(tmp_path) | {"torch": "2.14.0"}
-    report = samples.diagnose_report(tmp_path)
-    shown = sections.view(
-        {"demo": sections.prepare("demo", demo), "diagnose": sections.prepare("diagnose", report)}
-    )["environments"]
-    assert [e["parts"] for e in shown] == ["demo", "diagnose"]
-
-
-def test_a_page_is_small(full_page: Path, tmp_path: Path):
-    """Charts are HTML and SVG: a page opens at once."""
-    path = tmp_path / "small.html"
-    page.add_section(path, "diagnose", samples.diagnose_report(tmp_path, clean=True))
-    assert path.stat().st_size < 60_000
-    assert full_page.stat().st_size < 300_000
-
-
-def test_phases_of_an_iteration_are_parts_of_one_bar(tmp_path: Path):
-    report = samples.diagnose_report(tmp_path)
-    report["steps"]["phases"] = [
-        {"phase": name, "seconds": seconds, "ops": 10, "flops": 0, "written_bytes": 0}
-        for name, seconds in (("rollout", 3.0), ("scoring", 0.5), ("update", 0.5))
-    ]
-    path = tmp_path / "page.html"
-    page.add_section(path, "diagnose", report)
-    (shown,) = sections.view(data_of(path))["diagnose"]
-    assert [part["percent"] for part in shown["phase_shares"]["parts"]] == [75.0, 12.5, 12.5]
-    assert "rollout 3 s (75 %)" in path.read_text(encoding="utf-8")

@@ -14,10 +14,9 @@ import pytest
 from rehearse.rehearsed import stub_or_skip
 
 from leanstep.cli import run
-from leanstep.flops import StepFlops
 from leanstep.prove.script_jobs import Job
 from leanstep.prove.stopwatch import bench_scripts
-from leanstep.rehearse.events import HostWait, Launch, Recording, Request
+from leanstep.rehearse.events import HostWait, Recording, Request
 from leanstep.rehearse.stage import rehearse
 from leanstep.tape.children import call_in_child
 
@@ -114,29 +113,3 @@ def test_prove_lists_the_parameters_of_all_optimizers(tmp_path: Path, capfd) -> 
     proof = proven(tmp_path, script("gan"))
     names = {row["parameter"] for row in proof["rows"] if row["what"] == "update" and row["step"] == 1}
     assert proof["parameters"] == 4 and len(names) == 4
-
-
-def _model_flops(path: str) -> int:
-    from leanstep.diagnose.mfu import step_flops
-    from leanstep.diagnose.watch import Watch
-    from leanstep.tape.run import Program, run_script
-
-    watch = Watch(steps=3, warmup=1)
-    run_script(Program(path), [], watch)
-    return step_flops(watch.steps).model
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_has_the_same_model_flops_recorded_and_rehearsed(name: str) -> None:
-    """The numerator of MFU: products of the model's forward and backward."""
-    stub_or_skip()
-    path = script(name)
-    recording = rehearsed(path)
-    step = recording.steps[2]
-    products: Counter[tuple[str, str]] = Counter()
-    for event in recording.events[step.first : step.last]:
-        if isinstance(event, Launch):
-            for product in event.products:
-                products[product.part, product.dtype] += product.flops
-    recorded = call_in_child(_model_flops, str(path), fork=True)
-    assert StepFlops.of(products).model == recorded > 0

@@ -9,8 +9,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from dev.kernel_checks import file_check
-from dev.kernel_checks.file_check import FileProblem
 from dev.kernels import run
 
 FILE = Path(__file__).with_name("own_file.py")
@@ -84,41 +82,3 @@ def test_results_that_differ_from_the_plain_function_fail(capsys):
     assert "result y agrees with plain_that_differs()" in said
     assert run([str(FILE), "--targets", "sm_90", "--plain", "plain_of_something_else"]) == 2
     assert "to return the same tensors, got ['x', 'y'] and ['0']" in capsys.readouterr().err
-
-
-def request(function: str, file: Path = FILE) -> dict:
-    return {"file": str(file), "launch": str(file), "function": function, "targets": ["sm_90"], "plain": None}
-
-
-def refusal(request: dict) -> str:
-    """Return the message of the compiling process, without starting a process."""
-    with pytest.raises(FileProblem) as problem:
-        with file_check._without_gpu(request["targets"]):
-            module, launch = file_check._loaded(request)
-            file_check._compile(request, module, launch)
-    assert "\n" not in str(problem.value)
-    return str(problem.value)
-
-
-def test_a_file_that_cannot_be_checked_is_one_line(tmp_path):
-    assert "does not define go(); write launch()" in refusal(request("go"))
-    assert refusal(request("launch_nothing")).endswith("launch_nothing() launched no Triton kernel")
-    said = refusal(request("launch_and_fail"))
-    assert "launch_and_fail() failed: line " in said and said.endswith("ValueError: no such size")
-    broken = tmp_path / "broken.py"
-    broken.write_text("import torch\nimport not_installed_anywhere\n")
-    assert "line 2: ModuleNotFoundError: No module named 'not_installed_anywhere'" in refusal(
-        request("launch", broken)
-    )
-
-
-def test_what_the_interpreter_cannot_run_is_said_with_the_way_around_it():
-    from triton.runtime.errors import InterpreterError
-
-    def launch():
-        raise InterpreterError("TypeError('cannot convert None to tensor')")
-
-    with pytest.raises(
-        FileProblem, match=r"convert None .*interpreter cannot run .*--skip-memory only compiles"
-    ):
-        file_check._launched({"launch": "own.py", "function": "launch"}, launch)

@@ -54,21 +54,6 @@ def scalar_then_block_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, BARRIER: tl.co
 
 
 @triton.jit
-def same_address_kernel(out_ptr, BLOCK: tl.constexpr, EQUAL: tl.constexpr):
-    """All lanes of a store have one address."""
-    at = tl.arange(0, BLOCK)
-    tl.store(out_ptr + at * 0, at * 0 if EQUAL else at)
-
-
-@triton.jit
-def two_stores_kernel(out_ptr, BLOCK: tl.constexpr, EQUAL: tl.constexpr):
-    """Two lanes write one address in two stores."""
-    at = tl.arange(0, BLOCK)
-    tl.store(out_ptr + at, at * 0)
-    tl.store(out_ptr + BLOCK - 1 - at, at * 0 if EQUAL else at + 1)
-
-
-@triton.jit
 def all_programs_kernel(x_ptr, out_ptr, KIND: tl.constexpr):
     """Programs 0 to 3: all store one address, all add to it, or load what the next one stores."""
     pid = tl.program_id(0)
@@ -81,30 +66,3 @@ def all_programs_kernel(x_ptr, out_ptr, KIND: tl.constexpr):
         tl.atomic_add(out_ptr, pid)
     else:
         tl.store(x_ptr + pid, tl.load(x_ptr + (pid + 1) % 4))
-
-
-@triton.jit
-def rows_kernel(x_ptr, stride, WIDE: tl.constexpr):
-    """x[row, 0] <- row; 32-bit offsets leave a large tensor."""
-    row = tl.program_id(0)
-    if WIDE:
-        row = row.to(tl.int64)
-    tl.store(x_ptr + row * stride, 1)
-
-
-@triton.jit
-def neighbour_kernel(x_ptr, y_ptr, distance):
-    """Load `distance` elements past x, where y may be."""
-    tl.store(y_ptr, tl.load(x_ptr + distance))
-
-
-@triton.jit
-def float_argument_kernel(out_ptr, value):
-    """Floats are float32 tensors on a GPU: they have a type to convert from."""
-    tl.store(out_ptr, value.to(tl.float64))
-
-
-@triton.jit
-def ticket_kernel(ticket_ptr, out_ptr):
-    """Each program stores its position in the execution order."""
-    tl.store(out_ptr + tl.program_id(0), tl.atomic_add(ticket_ptr, 1))

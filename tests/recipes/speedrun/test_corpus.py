@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.speedrun.corpus import split_documents, standard_library_corpus, standard_library_files
+from recipes.speedrun.corpus import standard_library_corpus, standard_library_files
 from recipes.speedrun.data import DocumentLoader, read_shard
 
 Tokenizer = pytest.importorskip("tokenizers").Tokenizer
@@ -23,19 +23,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def corpus(source: Path, tmp_path_factory: pytest.TempPathFactory):
     return standard_library_corpus(300, root=source, folder=tmp_path_factory.mktemp("cache"))
-
-
-def test_files_are_sorted_source_without_tests():
-    files = standard_library_files()
-    assert len(files) > 100 and files == sorted(files, key=lambda p: p.as_posix())
-    assert not any("site-packages" in p.parts or "test" in p.parts for p in files)
-
-
-def test_documents_hold_the_text(tmp_path: Path):
-    text = "\n\n".join(f"line {i} " * 9 for i in range(40))
-    documents = list(split_documents(text, 300))
-    assert "".join(documents).rstrip("\n") == text
-    assert len(documents) > 5 and max(map(len, documents)) < 400
 
 
 def test_tokens_decode_to_python(corpus):
@@ -58,16 +45,6 @@ def test_second_call_reads_the_cache_and_rebuilding_is_exact(corpus, source: Pat
     fresh = standard_library_corpus(300, root=source, folder=tmp_path)
     assert torch.equal(read_shard(fresh.train_paths[0]).long(), read_shard(corpus.train_paths[0]).long())
     assert not list(tmp_path.glob(".building-*"))
-
-
-def test_another_text_gets_another_place(corpus, tmp_path: Path):
-    root, folder = tmp_path / "source", tmp_path / "cache"
-    root.mkdir()
-    for i in range(3):
-        (root / f"{i}.py").write_text(f"value_{i} = {i}\n" * 200)
-    mine = standard_library_corpus(280, root=root, folder=folder)
-    (root / "0.py").write_text("other = 1\n" * 200)
-    assert standard_library_corpus(280, root=root, folder=folder).tokenizer_path != mine.tokenizer_path
 
 
 def test_bad_arguments_are_named(tmp_path: Path):

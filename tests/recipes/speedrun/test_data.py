@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from recipes.speedrun.data import (
     HEADER_BYTES,
     MAGIC,
     DocumentLoader,
-    padded_boundaries,
     read_shard,
     validation_batches,
     write_shard,
@@ -75,20 +73,6 @@ def test_validation_batches_tile_the_shards(shards: list[Path]):
         list(validation_batches(shards, 256, 25600))
 
 
-def test_batches_are_documents(shards: list[Path]):
-    loader = DocumentLoader(shards, 128, 40)
-    for _ in range(20):
-        batch = loader.next_batch()
-        bounds = batch.cu_seqlens.tolist()
-        assert bounds[0] == 0 and bounds[-1] == 128 == batch.inputs.numel()
-        for first, last in pairwise(bounds):
-            assert 0 <= last - first <= 40
-            if last > first:
-                document = batch.inputs[first:last]
-                assert document[0] == BOS and (document[1:] != BOS).all()
-        assert torch.equal(batch.inputs[1:], batch.targets[:-1])
-
-
 def test_resumes_exactly_at_any_point(shards: list[Path]):
     straight = DocumentLoader(shards, 96, 40, rank=1, world_size=2)
     wanted = [straight.next_batch() for _ in range(30)]
@@ -115,14 +99,6 @@ def test_state_of_other_shards_is_refused(shards: list[Path], tmp_path: Path):
     state["document"] = 10**6
     with pytest.raises(ValueError, match="past the end"):
         DocumentLoader(shards, 64, 40).load_state_dict(state)
-
-
-def test_ends_or_cycles(shards: list[Path]):
-    once = sum(1 for _ in DocumentLoader(shards, 128, 40, cycle=False))
-    loader = DocumentLoader(shards, 128, 40)
-    first = [loader.next_batch().inputs for _ in range(once)]
-    again = [loader.next_batch().inputs for _ in range(once)]
-    assert once > 2 and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_a_batch_that_no_shard_fills_is_an_error(shards: list[Path]):
@@ -189,7 +165,3 @@ def test_bad_arguments_are_named(shards: list[Path]):
         DocumentLoader(shards, 9, 4, world_size=2)
     with pytest.raises(ValueError, match="rank"):
         DocumentLoader(shards, 8, 4, rank=2, world_size=2)
-
-
-def test_padding_of_boundaries():
-    assert [padded_boundaries(n) for n in (128, 16384, 49152)] == [128, 128, 256]

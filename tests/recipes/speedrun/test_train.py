@@ -156,33 +156,6 @@ def test_resuming_at_any_step_is_exact(tmp_path, fusion):
     assert not whole.model.tied and not torch.equal(whole.model.embed, whole.model.lm_head.T)
 
 
-def test_tied_weights_stay_equal_until_they_part(tmp_path):
-    for fields in ({}, {"transpose_kernels": False}):
-        training = small(write_data(tmp_path), **fields)
-        for i in range(12):
-            training.step(i)
-            equal = torch.equal(training.model.embed, training.model.lm_head.T)
-            # The untying step still updates the tied pair; the next Adam step is the first apart.
-            assert equal == (i < training.schedule.untie_step + 2), i
-
-
-def test_evaluation_leaves_no_trace(tmp_path):
-    training = small(write_data(tmp_path))
-    for i in range(12):
-        training.step(i)
-    before, windows = weights(training), training.model.windows
-    assert training.evaluate() == training.evaluate()
-    assert training.model.windows == windows
-    assert all(torch.equal(before[n], p) for n, p in weights(training).items())
-
-
-def test_seeds_differ_in_weights_and_in_data(tmp_path):
-    paths = write_data(tmp_path)
-    one, other = small(paths, seed=0), small(paths, seed=1)
-    assert not torch.equal(one.model.mlp_bank, other.model.mlp_bank)
-    assert not torch.equal(one.loader.next_batch().inputs, other.loader.next_batch().inputs)
-
-
 def test_accumulated_gradients_are_the_mean_over_micro_batches(tmp_path):
     training, other = (small(write_data(tmp_path), micro_batches=4) for _ in range(2))
     here = training.schedule.at(0)
