@@ -10,8 +10,8 @@ from leanstep.units import gib, ms
 
 Data = dict[str, Any]
 FIT = "fit"
-# The search for the largest value that fits ends here.
-_LARGEST = 1 << 24
+# The search for the largest value that fits ends here; for the first one that the script takes, there.
+_LARGEST, _FIRST = 1 << 24, 64
 
 
 def parse(text: str) -> tuple[str, list[str] | None]:
@@ -47,10 +47,14 @@ def run(values: list[str] | None, judge: Callable[[str], Data], show: Callable[[
     judge: rehearses one value and returns its report. show: called with each row.
     """
     rows: dict[str, Data] = {}
+    rejected: set[int] = set()  # stopped by the script itself, not by memory
 
     def row(value: str) -> Data:
         if value not in rows:
-            rows[value] = _row(value, judge(value))
+            report = judge(value)
+            rows[value] = _row(value, report)
+            if values is None and report["memory"]["fits"] and not rows[value]["fits"]:
+                rejected.add(int(value))
             show(rows[value])
         return rows[value]
 
@@ -58,11 +62,19 @@ def run(values: list[str] | None, judge: Callable[[str], Data], show: Callable[[
         return [row(value) for value in values]
     low, high, guess = 0, 0, 1
     while not high or high - low > 1:
-        entry = row(str(guess))
-        low, high = (guess, high) if entry["fits"] else (low, guess)
+        if row(str(guess))["fits"]:
+            low = guess
+        elif guess not in rejected:
+            high = guess
         if guess >= _LARGEST or high == 1:
             break
-        guess = _next(low, high, [rows[key] for key in rows])
+        if rejected:
+            # The script takes some values only, such as the divisors of a batch: double the one that it took.
+            guess = 2 * (low or guess)
+            if str(guess) in rows or (high and guess >= high) or (not low and guess > _FIRST):
+                break
+        else:
+            guess = _next(low, high, [rows[key] for key in rows])
     return sorted(rows.values(), key=lambda entry: int(entry["value"]))
 
 
@@ -99,10 +111,10 @@ def _row(value: str, report: Data) -> Data:
 
 
 def largest(name: str, rows: Sequence[Data]) -> str:
-    """Say which value is the largest that fits, and what stopped the next one."""
+    """Say which value is the largest that fits, and what stopped the next two that were tried."""
     fits = [row for row in rows if row["fits"]]
-    beyond = next((row for row in rows if not fits or int(row["value"]) > int(fits[-1]["value"])), None)
-    why = f"; {beyond['value']}: {beyond['reason']}" if beyond is not None else ""
+    beyond = [row for row in rows if not fits or int(row["value"]) > int(fits[-1]["value"])]
+    why = "".join(f"; {row['value']}: {row['reason']}" for row in beyond[:2])
     return f"the largest {name} that fits: {fits[-1]['value']}{why}" if fits else f"no {name} fits{why}"
 
 

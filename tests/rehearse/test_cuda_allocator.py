@@ -108,6 +108,33 @@ def test_settings_with_colons_in_their_values_are_read():
     assert Settings.read(text).max_split == 64 * MIB
 
 
+@pytest.mark.parametrize(
+    ("text", "version", "cycle_100"),
+    [
+        ("max_split_size_mb:128,expandable_segments:True", "2.12.0", 14060),
+        ("max_split_size_mb:128,expandable_segments:True", "2.9.1", 500),
+        ("max_split_size_mb:128", "2.12.0", 500),
+        ("expandable_segments:True", "2.12.0", 500),
+        ("", "2.12.0", 500),
+    ],
+)
+def test_the_reserved_memory_of_pytorch_issue_123548(text: str, version: str, cycle_100: int):
+    """Its published figures: exact where both settings are used, "under 500 MiB" elsewhere."""
+    allocator = CachingAllocator(settings=Settings.read(text, version))
+    assert allocator.allocate(-1, 64 * MIB)
+    reserved = {}
+    for cycle in range(101):
+        for key, size in ((1, 91 * MIB), (2, 91 * MIB // 2), (10 + cycle, 2 * MIB)):
+            assert allocator.allocate(key, size)
+        for key, size in ((1, 91 * MIB), (2, 91 * MIB // 2)):
+            allocator.release(key, size)
+        if cycle % 20 == 0:
+            reserved[cycle] = allocator.reserved // MIB
+    if cycle_100 == 14060:
+        assert reserved == {0: 220, 20: 2980, 40: 5760, 60: 8520, 80: 11300, 100: 14060}
+    assert reserved[100] <= cycle_100
+
+
 def test_any_order_of_frees_ends_with_whole_segments():
     draw = random.Random(0)
     allocator, held, live = CachingAllocator(), {}, 0

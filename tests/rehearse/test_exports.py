@@ -110,8 +110,8 @@ def test_an_argument_is_replaced_or_appended(args, name, got):
     assert sweep.with_value(args, name, "8") == got
 
 
-@pytest.mark.parametrize("largest", [0, 1, 2, 17, 64, 1000])
-def test_the_search_ends_at_the_largest_value_that_fits(largest):
+def searched(largest: int, takes=lambda value: True) -> tuple[list[int], list[int]]:
+    """The values that fit and all that were tried, for a script that `takes` some values only."""
     asked = []
 
     def judge(value: str):
@@ -128,14 +128,33 @@ def test_the_search_ends_at_the_largest_value_that_fits(largest):
         return {
             "memory": memory,
             "time": {"step_ms": 1.0, "interval_ms": [1, 1]},
-            "refused": None,
+            "refused": None if takes(int(value)) else {"reason": "AssertionError"},
             "steps": 3,
         }
 
     rows = sweep.run(None, judge, lambda row: None)
-    fits = [int(row["value"]) for row in rows if row["fits"]]
+    return [int(row["value"]) for row in rows if row["fits"]], asked
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 17, 64, 1000])
+def test_the_search_ends_at_the_largest_value_that_fits(largest):
+    fits, asked = searched(largest)
     assert (fits[-1] if fits else 0) == largest and largest + 1 in asked
     assert len(asked) <= 12
+
+
+@pytest.mark.parametrize(
+    ("takes", "found"),
+    [
+        (lambda value: 512 % value == 0, 64),  # divides a total batch
+        (lambda value: value % 8 == 0, 64),  # whole groups of generations
+        (lambda value: value < 5, 4),
+        (lambda value: False, 0),
+    ],
+)
+def test_the_search_goes_on_where_the_script_takes_some_values_only(takes, found):
+    fits, asked = searched(100, takes)
+    assert (fits[-1] if fits else 0) == found and len(asked) <= 14
 
 
 @pytest.mark.parametrize("text", ["batch", "=4", "batch=", "batch=,"])

@@ -247,6 +247,12 @@ def test_a_longer_batch_ahead_is_announced(tmp_path):
     )
 
 
+def test_batches_of_texts_have_no_size(tmp_path):
+    texts = LOADED.replace("DataLoader(data, batch_size=1):", 'DataLoader(["a", "b", "c", "d"]):')
+    texts = texts.replace("model(x.cuda())", 'model(torch.zeros(4, 256, device="cuda"))')
+    assert run_text(tmp_path, texts).recording.batches == ""
+
+
 FORCED = """\
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel

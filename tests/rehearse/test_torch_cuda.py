@@ -25,5 +25,13 @@ def test_the_device_answers_for_itself(seen):
     assert seen["props"] == ["NVIDIA A100-SXM4-80GB", 108]
 
 
+def test_nccl_is_there_for_scripts_that_ask_before_they_use_bf16(seen):
+    assert seen["nccl"] is True
+
+
+def test_memory_stats_count_active_bytes(seen):
+    assert seen["active"] is True
+
+
 def test_generators_of_the_device_work(seen):
     assert seen["generator"] == [3]

@@ -44,8 +44,9 @@ class Loaders:
             loader.__dict__["_rehearsed_begun"] = True
             source = iterate(loader)
             for batch in source:
-                self._last = source
-                self.sizes.append(_size(batch))
+                if size := _size(batch):  # not the texts that a trainer tokenizes later
+                    self._last = source
+                    self.sizes.append(size)
                 if loader.__dict__.get("_rehearsed_pinned"):
                     for tensor in tree_iter(batch):
                         if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):

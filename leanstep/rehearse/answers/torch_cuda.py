@@ -225,6 +225,9 @@ def _device_answers(tape: Tape, device: Any) -> None:
         range=lambda *_, **__: contextlib.nullcontext(),
     )
     torch.version.cuda = torch.version.cuda or "12.8"
+    if not torch.distributed.is_nccl_available():  # asked before bf16 training and for DDP's bf16 hook
+        torch.distributed.is_nccl_available = lambda: True
+        torch.cuda.nccl.version = lambda: (2, 27, 5)
     _set_cudnn()
     torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript's fused kernels need a real device
     # nn.DataParallel on the one device.
@@ -244,6 +247,8 @@ def _set_cudnn() -> None:
 def _memory_answers(tape: Tape, device: Any) -> dict[str, Any]:
     def memory_stats(*_: Any) -> dict[str, int]:
         return {
+            "active_bytes.all.current": tape.live_bytes,
+            "active_bytes.all.peak": tape.window_peak_bytes,
             "allocated_bytes.all.current": tape.live_bytes,
             "allocated_bytes.all.peak": tape.window_peak_bytes,
             "reserved_bytes.all.current": tape.memory.reserved(tape.live_bytes),

@@ -63,6 +63,9 @@ torch.randn(100, device="cuda")
 seen["host_randomness"] = torch.rand(2).tolist() == drawn
 seen["pinned"] = [torch.ones(2).is_pinned(), torch.ones(2).pin_memory().is_pinned()]
 seen["generator"] = list(torch.rand(3, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).shape)
+seen["nccl"] = torch.distributed.is_nccl_available() and torch.cuda.nccl.version() >= (2, 10)
+stats = torch.cuda.memory_stats()
+seen["active"] = stats["active_bytes.all.peak"] == stats["allocated_bytes.all.peak"] > 0
 seen["props"] = [torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).multi_processor_count]
 
 # 130 tensors of 100 elements and one of 40 million: launches of one update, for each way to do it.
