@@ -114,6 +114,14 @@ def prove(
         )
     if not functions and not named:
         raise BadInput(f"prove: expected a script, got {scripts[0]}")
+    if drift and (functions or invariant):
+        raise BadInput("--drift: only for two scripts, or one with --args twice")
+    if drift:
+        require("--drift", "stats", "scipy")
+    if drift and runs < 2:
+        raise BadInput(f"--runs: expected at least 2 paired runs, got {runs}")
+    training = (runs, steps or DRIFT_STEPS) if drift else None
+    compared = SCRIPT_STEPS if drift else steps or SCRIPT_STEPS
     if device != "cpu" and not functions:
         raise BadInput(f"--device: only for two functions, got {device} with {named[0]}")
     if len(with_ or []) > 2 or (len(with_ or []) == 2 and (args or splits or invariant or len(named) != 1)):
@@ -130,7 +138,7 @@ def prove(
                 proof: Any = prove_function_files(*functions, device=device, path=path, fork=True)
             _finish(proof, functions_lines, json)
             return
-        jobs = [Job(script, tuple(argv), steps or SCRIPT_STEPS, path=path) for script in named]
+        jobs = [Job(script, tuple(argv), compared, path=path) for script in named]
         if invariant:
             if len(named) != 1:
                 raise BadInput(f"--invariant: expected one script, got {len(named)}")
@@ -150,7 +158,9 @@ def prove(
                 raise BadInput(
                     "--args: expected at least two runs to compare; pass --args twice, or --ranks 1,2"
                 )
-            _prove_cuts(runs_, json)
+            if drift and len(runs_) != 2:
+                raise BadInput(f"--drift: expected two runs to compare, got {len(runs_)}")
+            _prove_cuts(runs_, training, json)
             return
         if len(paths) == 2:
             jobs = [
@@ -164,14 +174,8 @@ def prove(
             )
         if len(counts) > 1:
             raise BadInput(f"--ranks: expected one number of processes with two scripts, got {ranks!r}")
-        if drift:
-            require("--drift", "stats", "scipy")
-        if drift and runs < 2:
-            raise BadInput(f"--runs: expected at least 2 paired runs, got {runs}")
         before, after = (replace(job, ranks=counts[0]) for job in jobs)
-        if drift:
-            before, after = (replace(job, steps=SCRIPT_STEPS) for job in (before, after))
-        _prove_pair(before, after, (runs, steps or DRIFT_STEPS) if drift else None, json)
+        _prove_pair(before, after, training, json)
 
 
 def _finish(proof: Any, lines: Callable[[dict[str, Any]], Group], json: str | None) -> None:
@@ -185,24 +189,43 @@ def _finish(proof: Any, lines: Callable[[dict[str, Any]], Group], json: str | No
         raise BadInput(f"prove: {proof.problem}")
     if not proof.ok:
         raise FellShort(f"prove: {proof.sentence()}")
+    drift = getattr(proof, "drift", None)
+    if drift is not None and not drift["ok"]:
+        raise FellShort(
+            f"prove: the loss after {units.steps(drift['steps'])} is shifted by {drift['shift']:+.3g}"
+        )
+
+
+def _train_pairs(
+    proof: Any, jobs: list[Any], drift: tuple[int, int] | None, report: Callable[[str, float], None]
+) -> None:
+    """Add the result of --drift to a proof that holds."""
+    from leanstep.prove.compare import NotComparable, prove_drift
+
+    if drift is None or not proof.ok:
+        return
+    runs, steps = drift
+    report(f"{runs} pairs of runs, {units.steps(steps)} each", 0.5)
+    before, after = (replace(job, steps=steps) for job in jobs)
+    try:
+        proof.drift = prove_drift(before, after, runs=runs, fork=True)
+    except NotComparable as error:
+        proof.problem = str(error)
 
 
 def _prove_pair(before: Any, after: Any, drift: tuple[int, int] | None, json: str | None) -> None:
-    from leanstep.prove.compare import PairProof, prove_drift, prove_scripts
+    from leanstep.prove.compare import PairProof, prove_scripts
     from leanstep.report.updates import pair_lines
 
     proof, interrupted = PairProof(before.label, after.label), False
-    num_runs, drift_steps = drift or (0, 0)
+    num_runs = drift[0] if drift else 0
     with progress_bar(console(json), "prove", plain_lines=True) as report:
         done = iter(range(9))
         try:
             proof = prove_scripts(
                 before, after, fork=True, report=lambda what: report(what, next(done, 9) / (3 + num_runs))
             )
-            if num_runs and proof.ok:
-                report(f"{num_runs} pairs of runs, {units.steps(drift_steps)} each", 0.5)
-                long = [replace(job, steps=drift_steps) for job in (before, after)]
-                proof.drift = prove_drift(long[0], long[1], runs=num_runs, fork=True)
+            _train_pairs(proof, [before, after], drift, report)
         except KeyboardInterrupt as error:
             proof, interrupted = getattr(error, "proof", proof), True
     if interrupted:
@@ -211,11 +234,9 @@ def _prove_pair(before: Any, after: Any, drift: tuple[int, int] | None, json: st
         write_json(proof.to_json(), json)
         raise KeyboardInterrupt
     _finish(proof, pair_lines, json)
-    if proof.drift is not None and not proof.drift["ok"]:
-        raise FellShort(f"prove: the loss of {after.label} is shifted by {proof.drift['shift']:+.3g}")
 
 
-def _prove_cuts(jobs: list[Any], json: str | None) -> None:
+def _prove_cuts(jobs: list[Any], drift: tuple[int, int] | None, json: str | None) -> None:
     from leanstep.prove.cuts import in_fp64
     from leanstep.prove.difference import prove_cuts
     from leanstep.report.updates import cuts_lines
@@ -228,4 +249,5 @@ def _prove_cuts(jobs: list[Any], json: str | None) -> None:
             fork=True,
             report=lambda what: report(what, next(done, 0) / len(jobs)),
         )
+        _train_pairs(proof, jobs, drift, report)
     _finish(proof, cuts_lines, json)

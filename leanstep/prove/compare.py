@@ -223,10 +223,7 @@ def judge(proof: PairProof, before: Captured, after: Captured, truth: Captured) 
                 break
         for label, run in names.values():
             if run.error is not None:
-                done = len(run.updates)
-                raise NotComparable(
-                    f"{label} ended with {run.error} after {done} update{'s' * (done != 1)}: {run.said}"
-                )
+                raise NotComparable(_no_update(label, run))
         if len(before.updates) != len(after.updates):
             raise NotComparable(
                 f"{proof.before} made {len(before.updates)} updates, {proof.after} {len(after.updates)}"
@@ -250,7 +247,9 @@ def _no_update(label: str, run: Captured) -> str:
     if run.is_lost:
         return f"{label} {run.error}" + f"; its last line: {run.said}" * bool(run.said)
     if run.error is not None:
-        return f"{label} ended with {run.error} before its first update: {run.said}"
+        done = len(run.updates)
+        when = f"after {done} update{'s' * (done != 1)}" if done else "before its first update"
+        return f"{label} ended with {run.error} {when}: {run.said}"
     return f"{label} never calls optimizer.step(): there is no update to compare"
 
 
@@ -446,6 +445,8 @@ def prove_drift(before: Job, after: Job, *, runs: int, fork: bool = False) -> di
         losses = []
         for job in (before, after):
             captured = _of_ranks(run_job(replace(job, seed=1000 * seed), fork=fork))
+            if captured.error is not None or not captured.updates:
+                raise NotComparable(_no_update(job.label, captured))
             losses.append([update.loss for update in captured.updates])
         pairs.append((losses[0], losses[1]))
     finals = [[curves[side][-1] for curves in pairs if all(curves)] for side in (0, 1)]

@@ -32,6 +32,13 @@ from leanstep.prove.twin import Twin
 
 # Relative distance up to which two fp64 gradients count as the same; the second if some ops ran in fp32.
 SAME, SAME_FP32 = 1e-7, 1e-4
+# How much further the changes that the optimizers make of them may be apart, and how much further changed
+# weights can move the gradients of the next step.
+SENSITIVE = 10
+# A gradient below this fraction of an average one is zero except for rounding, in fp64.
+NOTHING = 1e-12
+# Changes are relative to at least this fraction of an average parameter's change.
+SMALL_CHANGE = 1e-3
 # Relative tolerance for weights that are proportional to token counts.
 FOLLOWS = 1e-5
 
@@ -46,13 +53,18 @@ KINDS = {
     "random": "random numbers depend on how the batch is split",
     "order": "different samples",
     "missing": "parameters without a gradient",
+    "optimizer": "the same gradients, another update",
     "nothing": "every gradient is zero",
 }
 
 
 @dataclass
 class CutRow:
-    """Comparison of one split with the first one; `kind` is a key of `KINDS`."""
+    """Comparison of one split with the first one; `kind` is a key of `KINDS`.
+
+    `step`: the first that differs, or the last; `distance` and `change_distance`: the largest of the
+    gradients and of the parameters' changes.
+    """
 
     cut: str
     against: str
@@ -60,6 +72,8 @@ class CutRow:
     kind: str
     sentence: str
     distance: float
+    change_distance: float = 0.0
+    step: int = 1
     factor: float | None = None
     weights: list[float] = field(default_factory=list)
     parameter: str = ""
@@ -77,6 +91,7 @@ class CutsProof:
     rows: list[CutRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problem: str | None = None
+    drift: dict[str, Any] | None = None
 
     @property
     def ok(self) -> bool:
@@ -101,7 +116,8 @@ class CutsProof:
         if not bad:
             what = "splits of the batch" if self.are_splits else "runs"
             return f"the same update for {len(self.rows) + 1} {what}"
-        return f"{bad[0].cut} does not make the update of {bad[0].against}: {bad[0].sentence}"
+        where = f"in step {bad[0].step}, " if bad[0].step > 1 else ""
+        return f"{bad[0].cut} does not make the update of {bad[0].against}: {where}{bad[0].sentence}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -110,13 +126,14 @@ class CutsProof:
             "verdict": self.sentence(),
             "problem": self.problem,
             "notes": self.notes,
+            "drift": self.drift,
             "rows": [asdict(row) for row in self.rows],
         }
 
 
 def in_fp64(job: Job) -> Job:
-    """The run of a split: one update in fp64 without dropout."""
-    return replace(job, steps=1, twin=True, dropout=False, parts=True)
+    """The run of a split: in fp64, without dropout."""
+    return replace(job, twin=True, dropout=False, parts=True)
 
 
 def cut_label(job: Job) -> str:
@@ -125,7 +142,7 @@ def cut_label(job: Job) -> str:
 
 
 def same_update(step: Callable[[Any], object], cuts: Sequence[Any], *, dropout: bool = False) -> CutsProof:
-    """Check that `step(cut)` makes the same update for every split of the batch.
+    """Check that `step(cut)` makes the same update, or updates, for every split of the batch.
 
         def step(micro_batches):
             torch.manual_seed(0)
@@ -138,7 +155,7 @@ def same_update(step: Callable[[Any], object], cuts: Sequence[Any], *, dropout: 
         assert proof.ok, proof.sentence()
 
     Args:
-        step: makes one update, in any precision; it runs in fp64.
+        step: makes one update or more, in any precision; it runs in fp64.
         cuts: passed to `step` one at a time; all updates are compared with that of the first.
         dropout: run with dropout. Off by default: its masks usually depend on how the batch is split.
     """
@@ -155,12 +172,68 @@ def same_update(step: Callable[[Any], object], cuts: Sequence[Any], *, dropout: 
             raise ValueError(f"step: made no update for {cut!r}; expected a call of optimizer.step()")
         runs.append((str(cut), [captured]))
         if len(runs) > 1:
-            proof.rows.append(compare_cuts(*runs[0], *runs[-1]))
+            proof.rows.append(compare_runs(*runs[0], *runs[-1]))
     return proof.closed()
 
 
-def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[Captured]) -> CutRow:
-    """Classify the difference between the first updates of two splits; `first` and `other` list the ranks."""
+def from_step(runs: list[Captured], step: int) -> list[Captured]:
+    return [replace(each, updates=each.updates[step - 1 :]) for each in runs]
+
+
+def compare_runs(name: str, first: list[Captured], other_name: str, other: list[Captured]) -> CutRow:
+    """Compare the gradients and changes of all updates; `first` and `other` list the ranks of two runs."""
+    steps = min(len(each.updates) for each in (*first, *other))
+    limit, moved, largest, largest_change = limit_of(first, other), 0.0, 0.0, 0.0
+    for step in range(1, steps + 1):
+        mine, theirs = (from_step(runs, step) for runs in (first, other))
+        row = compare_cuts(name, mine, other_name, theirs, moved)
+        row.step = step
+        if row.same:
+            differing = _changes_apart(row, mine[0].updates[0], theirs[0].updates[0], limit)
+            if differing:
+                row.same, row.parameter = False, differing[0]
+                _classified(row, "optimizer", f"first at {differing[0]}, {row.change_distance:.2g} of it")
+        if not row.same:
+            break
+        largest = row.distance = max(largest, row.distance)
+        largest_change = row.change_distance = max(largest_change, row.change_distance)
+        # What the accepted distance of the weights may do to the gradients of the next step.
+        moved = SENSITIVE * largest_change
+    return row
+
+
+def _changes_apart(row: CutRow, mine: Update, theirs: Update, limit: float) -> list[str]:
+    """Return the parameters whose changes differ; set the largest distance in `row`."""
+    names = [name for name in mine.changes if name in theirs.changes and name in mine.gradients]
+    numel = {name: max(math.prod(mine.changes[name].shape), 1) for name in names}
+    # Optimizers amplify a gradient that is only rounding to a change of full size.
+    level = _level(mine.gradients, names)
+    least = {name: NOTHING / SAME * limit * level * numel[name] ** 0.5 for name in names}
+    names = [n for n in names if not any(0 < u.gradients[n].norm <= least[n] for u in (mine, theirs))]
+    level = SMALL_CHANGE * _level(mine.changes, names)
+    differing = []
+    for name in names:
+        a, b = mine.changes[name], theirs.changes[name]
+        distance = a.minus(b).norm / max(a.norm, level * numel[name] ** 0.5, 1e-300)
+        row.change_distance = max(row.change_distance, distance)
+        if not distance <= SENSITIVE * limit:
+            differing.append(name)
+    return differing
+
+
+def _level(sketches: dict[str, Sketch], names: list[str]) -> float:
+    """Return the root mean square of the entries of all tensors."""
+    total = sum(math.prod(sketches[name].shape) for name in names)
+    return math.sqrt(sum(sketches[name].norm ** 2 for name in names) / max(total, 1))
+
+
+def compare_cuts(
+    name: str, first: list[Captured], other_name: str, other: list[Captured], moved: float = 0.0
+) -> CutRow:
+    """Classify the difference between the gradients of the first updates of two splits.
+
+    moved: added to the limit.
+    """
     mine, theirs = first[0].updates[0], other[0].updates[0]
     row = CutRow(
         cut=other_name,
@@ -183,7 +256,7 @@ def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[
     row.distance = float((a - b).norm()) / size
     if not math.isfinite(row.distance):
         return _classified(row, "mixing", "a gradient is not finite")
-    limit = limit_of(first, other)
+    limit = limit_of(first, other) + moved
     if not float(a.norm()) and not float(b.norm()):
         return _classified(row, "nothing", "no loss reaches a parameter in either run")
     if row.distance <= limit:

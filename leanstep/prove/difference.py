@@ -19,10 +19,13 @@ from torch import Tensor
 
 from leanstep.prove.captured import Captured, Update
 from leanstep.prove.cuts import (
+    NOTHING,
     CutRow,
     CutsProof,
     compare_cuts,
+    compare_runs,
     cut_label,
+    from_step,
     least_squares,
     limit_of,
     stacked,
@@ -37,8 +40,6 @@ SAME_DIRECTION = 1e-2
 SHIFTED = 0.9
 # Weights of two fp64 runs that differ by more than this do not start from the same values.
 SAME_WEIGHTS = 1e-6
-# A gradient below this fraction of an average one is zero except for rounding, in fp64.
-NOTHING = 1e-12
 # Kinds that hold although the scripts count different tokens.
 CERTAIN = ("factor", "zero", "stale", "token-weights", "weights", "lost")
 
@@ -141,7 +142,7 @@ def explain(
     labels: tuple[str, str] | None = None,
 ) -> tuple[str, str]:
     """Do the work of `of_the_gradient`, given the captures of both fp64 runs."""
-    first, other = ([replace(each, updates=each.updates[step - 1 :]) for each in side] for side in runs)
+    first, other = (from_step(side, step) for side in runs)
     _rename(first, other)
     mine, theirs = first[0].updates[0], other[0].updates[0]
     labels = labels or (before.label, after.label)
@@ -223,7 +224,7 @@ def _without_dropout(
 def prove_cuts(
     script: str, cuts: Sequence[Job], *, fork: bool = False, report: Callable[[str], None] | None = None
 ) -> CutsProof:
-    """Run every split, or every value of a flag, in fp64 and compare each with the first."""
+    """Run every split, or every value of a flag, in fp64 and compare each with the first, step by step."""
     proof = CutsProof(script)
     labels = [cut_label(job) for job in cuts]
     runs: list[list[Captured]] = []
@@ -244,14 +245,21 @@ def prove_cuts(
             return proof
         if len(runs) == 1:
             continue
-        row = compare_cuts(labels[0], runs[0], label, runs[-1])
+        row = compare_runs(labels[0], runs[0], label, runs[-1])
         proof.rows.append(row)
-        if not row.same and not row.is_split and row.kind != "nothing":
+        counts = [len(side[0].updates) for side in (runs[0], runs[-1])]
+        if row.same and counts[0] != counts[1]:
+            proof.problem = f"{labels[0]} made {counts[0]} updates, {label} {counts[1]}"
+            return proof
+        if row.kind == "optimizer":
+            mine, theirs = (side[0].updates[row.step - 1] for side in (runs[0], runs[-1]))
+            row.sentence = of_the_optimizer(mine, theirs, list(mine.changes), row.step)
+        elif not row.same and not row.is_split and row.kind != "nothing":
             # Two values of a flag are two scripts: samples of other micro-batches cannot be the cause.
             row.kind, row.sentence = explain(
                 cuts[0],
                 job,
-                1,
+                row.step,
                 (runs[0], runs[-1]),
                 lambda job: run_job(job, fork=fork),
                 labels=(labels[0], label),

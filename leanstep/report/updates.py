@@ -115,19 +115,21 @@ def functions_lines(result: Data) -> Group:
 def cuts_lines(result: Data) -> Group:
     """`prove train.py --args ... --args ...` for the terminal."""
     table = _table()
-    for name in ("split", "ranks", "backward calls", "distance", "result"):
-        table.add_column(name, justify="right" if name in ("ranks", "backward calls", "distance") else "left")
+    for name in ("split", "ranks", "backward calls", "gradients", "changes", "result"):
+        table.add_column(name, justify="left" if name in ("split", "result") else "right")
     for row in result["rows"]:
         table.add_row(
             row["cut"],
             str(row["ranks"]),
             str(row["backward_calls"]),
             units.small(row["distance"]),
+            units.small(row["change_distance"]),
             row["sentence"],
             style=None if row["same"] else "red",
         )
     against = f"  against {result['rows'][0]['against']}, in fp64" if result["rows"] else ""
-    return _judged(f"{result['script']}{against}", table, result)
+    judged = _judged(f"{result['script']}{against}", table, result)
+    return Group(judged, Text(drift_sentence(result["drift"]))) if result.get("drift") else judged
 
 
 _COLUMNS = ("script", "median", "p20–p80", "steps", "peak", "host syncs", "ops")

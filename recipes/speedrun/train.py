@@ -975,7 +975,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Optimizer:
+class Optimizer(torch.optim.Optimizer):
     """One step in upstream's order: start all reductions, update while they end, send the weights back.
 
     Each rank updates a share of the matrices of a bank and of the rows of a table, and holds their state.
@@ -987,13 +987,14 @@ class Optimizer:
     def __init__(self, model: GPT, settings: Settings, rank: int = 0, world_size: int = 1) -> None:
         self.model, self.settings, self.rank, self.world_size = model, settings, rank, world_size
         self.parameters = dict(model.named_parameters())
+        super().__init__(self.parameters.values(), {})
         self.on_gpu = model.embed.is_cuda
-        self.state: dict[str, dict[str, Any]] = {}
+        self.moments: dict[str, dict[str, Any]] = {}
         for name in ADAM:
             p = self.parameters[name].detach()
             part = self.part_of(p) if name in SHARDED else p
             wide = torch.promote_types(part.dtype, torch.float32)
-            self.state[name] = {
+            self.moments[name] = {
                 "step": 0,
                 **{key: torch.zeros_like(part, dtype=wide) for key in ("exp_avg", "exp_avg_sq")},
             }
@@ -1041,17 +1042,10 @@ class Optimizer:
         self.num_noted = len(self.touched)
 
     @torch.no_grad()
-    def step(self, here: Position) -> None:
-        """Update with the mean of all ranks' gradients; clear the gradients that were used."""
+    def step(self, here: Position) -> None:  # type: ignore[override]
+        """Update with the mean of all ranks' gradients."""
         p, tied = self.parameters, self.model.tied
         names = [*BANKS, *(name for name in ADAM if here.adam_step and not (tied and name == "embed"))]
-        if here.adam_step and tied:
-            # The head alone is updated; it gets the embedding's gradient too.
-            assert p["lm_head"].grad is not None and p["embed"].grad is not None
-            if self.settings.transpose_kernels:
-                transpose_add(p["embed"].grad, p["lm_head"].grad)
-            else:
-                p["lm_head"].grad += p["embed"].grad.T
         reduced = {name: self.reduce(name) for name in names}
         if here.adam_step:
             self.touched.zero_()
@@ -1081,9 +1075,6 @@ class Optimizer:
                 p["embed"].copy_(p["lm_head"].T)
         for wait in gathers.values():
             wait()
-        for name in (*names, "embed"):
-            if name != "embed" or here.adam_step:
-                p[name].grad = None
 
     def step_banks(self, here: Position) -> None:
         s = self.settings
@@ -1129,7 +1120,7 @@ class Optimizer:
         (beta1, beta2), own_lr_mul, wd_mul = ADAM[name]
         if name in ("bigram_embed", "value_embeds"):
             own_lr_mul = self.settings.table_lr_mul
-        state, lr = self.state[name], self.settings.adam_lr * lr_mul * own_lr_mul
+        state, lr = self.moments[name], self.settings.adam_lr * lr_mul * own_lr_mul
         state["step"] += 1
         rate = lr * math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
         decay = lr * lr * self.settings.adam_decay * wd_mul
@@ -1193,7 +1184,7 @@ class Optimizer:
 
     def untie(self) -> None:
         """The embedding becomes a parameter of its own and inherits the head's moments."""
-        head, embed = self.state["lm_head"], self.state["embed"]
+        head, embed = self.moments["lm_head"], self.moments["embed"]
         embed["step"] = head["step"]
         for key in ("exp_avg", "exp_avg_sq"):
             whole = self.whole(head[key], self.parameters["lm_head"])
@@ -1210,7 +1201,7 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of whole parameters: another number of ranks can load it. A collective."""
         adam = {}
-        for name, state in self.state.items():
+        for name, state in self.moments.items():
             p = self.parameters[name]
             whole = {k: self.whole(v, p) if name in SHARDED else v for k, v in state.items() if k != "step"}
             adam[name] = {"step": state["step"], **whole}
@@ -1221,7 +1212,7 @@ class Optimizer:
         return {"adam": adam, "muon": muon}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        for name, state in self.state.items():
+        for name, state in self.moments.items():
             state["step"] = saved["adam"][name]["step"]
             for key in ("exp_avg", "exp_avg_sq"):
                 whole = saved["adam"][name][key]
@@ -1313,7 +1304,18 @@ class Training:
             loss = self.loss(batch, here.mtp, stage.max_seq_len) / self.accumulation
             loss.backward()
             total = total + loss.detach()
+        model = self.model
+        if model.tied and here.adam_step:
+            # The head alone is updated; it gets the embedding's gradient too.
+            assert model.lm_head.grad is not None and model.embed.grad is not None
+            if self.settings.transpose_kernels:
+                transpose_add(model.embed.grad, model.lm_head.grad)
+            else:
+                model.lm_head.grad += model.embed.grad.T
         self.optimizer.step(here)
+        for name, p in model.named_parameters():
+            if name in BANKS or here.adam_step:  # between Adam's turns its gradients add up
+                p.grad = None
         if self.model.tied and i == self.schedule.untie_step:
             self.model.tied = False
             self.optimizer.untie()

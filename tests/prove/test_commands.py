@@ -106,6 +106,39 @@ def test_cuts_from_the_command_line(capfd):
     assert "2 = accumulation steps" in line
 
 
+def test_two_flags_are_compared_for_several_steps(tmp_path: Path, capfd):
+    flag = "import sys\nlate = sys.argv[1] == 'late'\n"
+    grow = LOOP.replace("mean()", "mean().mul(2 if late and i else 1)") + "    o.zero_grad()\n"
+    path = script(tmp_path, "flags.py", flag, STEP, grow)
+    base = ["prove", path, "--args", "never", "--args", "late"]
+    assert run([*base, "--steps", "1"]) == 0
+    assert run(base) == 1
+    (line,) = lines(capfd)
+    assert "late does not make the update of never: in step 2, a constant factor: 2" in line
+    rates = script(tmp_path, "rates.py", flag, STEP.replace("0.1", "0.2 if late else 0.1"), LOOP)
+    assert run(["prove", rates, *base[2:]]) == 1
+    (line,) = lines(capfd)
+    assert "the same gradients, another lr: 0.1 before, 0.2 after" in line
+    ends = script(tmp_path, "ends.py", flag, STEP, LOOP.replace("range(3)", "range(1 + late)"))
+    assert run(["prove", ends, *base[2:]]) == 2
+    (line,) = lines(capfd)
+    assert "never made 1 updates, late 2" in line
+
+
+def test_drift_of_two_flags(tmp_path: Path, capfd):
+    flag = "import sys\nlate = sys.argv[1] == 'late'\n"
+    path = script(tmp_path, "flags.py", flag, STEP, LOOP.replace("mean()", "mean().mul(1 + late * (i > 1))"))
+    base = ["prove", path, "--args", "never", "--args", "late", "--drift", "--runs", "2"]
+    assert run([*base, "--steps", "2"]) == 0
+    assert "loss after 2 steps, 2 paired runs: shift +0.00e+00" in capfd.readouterr().out
+    assert run([*base, "--steps", "3"]) in (0, 1)
+    assert "loss after 3 steps, 2 paired runs: shift +0.00e+00" not in capfd.readouterr().out
+    crash = script(tmp_path, "crash.py", flag, STEP, LOOP, "assert not late\n")
+    assert run(["prove", crash, *base[2:], "--steps", "9"]) == 2
+    (line,) = lines(capfd)
+    assert "late ended with AssertionError after 3 updates" in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,6 +147,11 @@ def test_cuts_from_the_command_line(capfd):
         (["prove", POLICY, "--args", "--micro 2"], "--args: expected at least two runs"),
         (["prove", POLICY, POLICY, "--args", "a", "--args", "b"], "expected one script, got 2"),
         (["prove", POLICY, "--ranks", "1,x"], "--ranks: expected numbers of processes"),
+        (
+            ["prove", POLICY, "--drift", "--args", "a", "--args", "b", "--args", "c"],
+            "--drift: expected two runs to compare, got 3",
+        ),
+        (["prove", POLICY, "--invariant", "--drift"], "--drift: only for two scripts, or one with --args"),
         (["prove", POLICY, POLICY, "--steps", "0"], "--steps: expected at least 1, got 0"),
     ],
 )

@@ -112,6 +112,61 @@ def test_same_update_of_a_callable(loss_of: str, kind: str):
         assert [row.factor for row in proof.rows] == pytest.approx([2.0, 4.0])
 
 
+def linear_step(loss_of, options_of=lambda cut: {"lr": 0.1}, updates=1):
+    def step(cut: int) -> None:
+        torch.manual_seed(0)
+        first, second = nn.Linear(6, 8), nn.Linear(8, 1, bias=False)
+        nn.init.zeros_(second.weight)
+        optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], **options_of(cut))
+        for x in torch.randn(updates, 8, 6):
+            for part in x.chunk(2):
+                (loss_of(first(part), second, cut) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def shifted_square(hidden, second, cut):
+    return (second(hidden) - 1).square().mean()
+
+
+def test_another_optimizer_of_the_same_gradients_is_another_update():
+    for options in (lambda cut: {"lr": 0.1 * cut}, lambda cut: {"lr": 0.1, "weight_decay": 0.01 * cut}):
+        proof = same_update(linear_step(shifted_square, options, updates=2), [1, 2])
+        assert [row.kind for row in proof.rows] == ["optimizer"], proof.sentence()
+        assert proof.rows[0].distance < 1e-12 < 1e-3 < proof.rows[0].change_distance
+    assert same_update(linear_step(shifted_square), [1, 2]).ok
+
+
+def test_a_gradient_of_only_rounding_is_no_other_update():
+    """Adam turns it into a change of full size: the bias of a key has no gradient except for rounding."""
+
+    def step(cut: int) -> None:
+        torch.manual_seed(0)
+        query, bias = nn.Linear(6, 4), nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.Adam([*query.parameters(), bias], lr=0.1)
+        x = torch.randn(8, 6)
+        for part in x.chunk(cut):
+            ((query(part) + bias).softmax(-1)[:, :2].square().sum() / 8).backward()
+        optimizer.step()
+
+    proof = same_update(step, [1, 2, 4])
+    assert proof.ok, proof.sentence()
+
+
+def test_later_updates_are_compared_too():
+    """The first layer has no gradient until the second, which starts at zero, has moved."""
+
+    def wrong(hidden, second, cut):
+        return shifted_square(hidden * cut - hidden.detach() * (cut - 1), second, cut)
+
+    assert same_update(linear_step(wrong), [1, 2]).ok
+    (row,) = same_update(linear_step(wrong, updates=3), [1, 2]).rows
+    assert not row.same and row.step == 2 and row.parameter
+    assert same_update(linear_step(shifted_square, updates=3), [1, 2]).ok
+
+
 @pytest.mark.parametrize("layer", ["attention", "lstm", "encoder"])
 def test_dropout_inside_layers_is_off_too(layer: str):
     def step(cut: int) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from killing import kill_at_random_steps
 from speedrun.golden import VECTORS, array, fill, load, make
 
+import leanstep
 from leanstep.muon import to_master
 from recipes.speedrun import train
 from recipes.speedrun.data import write_shard
@@ -163,10 +164,26 @@ def test_accumulated_gradients_are_the_mean_over_micro_batches(tmp_path):
         batch = other.loader.next_batch()
         assert len(batch.inputs) == 32
         other.loss(batch, here.mtp, here.stage.max_seq_len).backward()
-    with mock.patch.object(training.optimizer, "step"):
+    with leanstep.update(full=True) as u:
         training.step(0)
-    for p, q in zip(training.model.parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad / 4, rtol=1e-5, atol=1e-5)
+    for name, q in other.model.named_parameters():
+        torch.testing.assert_close(u.gradients[name].full, q.grad / 4, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fusion", ["step", "none"])
+def test_prove_sees_every_parameter_of_an_update(tmp_path, fusion):
+    training = small(write_data(tmp_path), fusion=fusion)
+    names = dict(training.model.named_parameters())
+    with leanstep.update() as u:
+        for i in range(4):
+            training.step(i)
+    assert not u.notes and len(u.updates) == 4
+    for update in u.updates:
+        assert set(update.gradients) == set(update.changes) == set(names)
+    # Adam has its turn in odd steps; the banks move in all.
+    assert {name for name, change in u.updates[0].changes.items() if change.norm} == {"attn_bank", "mlp_bank"}
+    still = {name for name, change in u.updates[3].changes.items() if not change.norm}
+    assert still <= {"smear_gate"}
 
 
 SWITCHES = {
