@@ -1,12 +1,11 @@
 """Log-probs and entropy of selected rows of an LM head, without the [T, V] logits.
 
-`linear_logprobs` selects rows and casts outside of its autograd Function. Inside, `HeadLoops` has two loops
-over the same tiles of logits, columns outside, rows inside. `statistics` has one product and the pass `stats`
-per tile. `gradients` has the logits again, the pass `grads`, and two products: dh, summed in fp32, and the
-dW of the tile's columns, which is finished before the next columns begin. A recomputed logit has the
-forward's bits, so that maximum and log-sum belong to the same logits. dW is allocated by the forward: until
-the backward writes it, its memory holds the logits of the first rows. `token_logprobs` runs the same passes
-on existing logits. passes.py has the passes.
+`HeadLoops` has two loops over the same tiles of logits: blocks of rows, which are gathered one at a time,
+then columns, then rows of the block. `statistics` has one product and the pass `stats` per tile. `gradients`
+has the logits again, the pass `grads`, and two products: dh, summed in fp32 until the block ends, and the dW
+of the tile's columns. A recomputed logit has the forward's bits, so that maximum and log-sum belong to the
+same logits. dW is allocated by the forward: until the backward writes it, its memory holds the logits of the
+first rows. `token_logprobs` runs the same passes on existing logits. passes.py has the passes.
 """
 
 # T rows · N selected rows · D model · V local columns of the vocabulary · r low rank
@@ -37,8 +36,11 @@ from leanstep.output_buffers import check_output_buffer
 
 Entropy = Literal["none", "metric", "grad"]
 
-# Bytes of a tile of logits. On a CPU there is one per core, and it stays in the core's cache.
-CPU_TILE_BYTES, GPU_TILE_BYTES = 1 << 20, 752 << 20
+# Bytes of a tile of logits. On a CPU there is one per core, and it stays in the core's cache. On a GPU, it is
+# half as large for fp32 products, which are slower than its memory.
+CPU_TILE_BYTES, GPU_TILE_BYTES = 1 << 20, 376 << 20
+# Rows per block on a CPU; dW is read and written once per block.
+CPU_BLOCK_ROWS = 4096
 # Multiply-adds per core, from which on a part of the columns per core is faster than torch's threads.
 CORE_WORK = 1 << 28
 # Widths of tiles are multiples of this many columns.
@@ -108,8 +110,9 @@ def linear_logprobs(
         main_grad: [V, D]; the weight's gradient is added to it and not returned.
         chunk_rows: at most this many rows per tile of logits; None: chosen.
 
-    Peak extra memory: one tile (1 MiB per core on a CPU, 752 MiB on a GPU); [N, D] of the selected rows and
-        of their gradient in fp32, once per core; dW from the forward on.
+    Peak extra memory: one tile (1 MiB per core on a CPU; 376 MiB on a GPU, half of it for fp32 products); a
+        block of rows (4,096 on a CPU) and its gradient in fp32, once per core; dW from the forward on. For
+        16-bit weights all N rows are one block, or dW is summed in fp32, whichever is smaller.
     Products (2 N D V FLOPs each): 3 for the rows whose logits fit the memory of dW, 4 for the others; 1
         without gradients.
     Collectives: with a group 1 gather forward and 1 all-reduce backward; otherwise none.
@@ -122,7 +125,7 @@ def linear_logprobs(
     total = len(hidden) * ranks.size() if gathers else len(hidden)  # type: ignore[union-attr]
     if not gathers:
         check_rows(rows, hidden)
-    product, opened, tensors = open_rows(hidden, head, rows, ranks if gathers else None)
+    product, opened, index, tensors = open_rows(hidden, head, rows, ranks if gathers else None)
     acc, weight = accumulation_dtype(hidden.dtype, tensors[1].dtype), tensors[1]
     if main_grad is not None:
         inputs = (hidden, weight, opened.bias)
@@ -141,18 +144,18 @@ def linear_logprobs(
         chunk_rows, entropy, main_grad, needs_grad,
     )  # fmt: skip
     with torch.autocast(hidden.device.type, enabled=False):
-        outputs = _LinearLogProbs.apply(settings, targets, k, sets, *tensors)
+        outputs = _LinearLogProbs.apply(settings, targets, k, sets, index, *tensors)
     logp, value, lse, argmax = outputs  # type: ignore[misc]
     return LogProbs(logp, None if entropy == "none" else value, lse, argmax)
 
 
 def open_rows(
     hidden: Tensor, head: Any, rows: Tensor | None, gathers_from: dist.ProcessGroup | None = None
-) -> tuple[torch.dtype, Head, tuple[Any, ...]]:
-    """Do what autograd can do: select rows, cast, gather shards, multiply by LoRA's `down`.
+) -> tuple[torch.dtype, Head, Tensor | None, tuple[Any, ...]]:
+    """Do what autograd can do: gather shards, multiply by LoRA's `down`.
 
-    Returns the dtype of the products' operands, the checked head, and (hidden [N, D], weight, bias, low
-    [N, r], up), where logits have the term low @ up.T.
+    Returns the dtype of the products' operands, the checked head, the rows of hidden that are still to be
+    selected, and (hidden, weight, bias, low [N, r], up), where logits have the term low @ up.T.
     """
     narrow = compute_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -162,18 +165,18 @@ def open_rows(
         product = (
             narrow if passes.on_gpu(hidden.device) and narrow.itemsize == 2 and acc == torch.float32 else acc
         )
-        hidden = hidden.to(product) if product.itemsize == 2 else hidden
+        low = up = None
         if gathers_from is not None:
             if opened.lora is not None:
                 raise ValueError("head.lora: expected None with sequence_parallel; merge the adapter first")
-            hidden = gather_hidden_rows(hidden, rows, gathers_from)
-        elif rows is not None:
-            hidden = hidden.index_select(0, rows)
-        low = up = None
-        if opened.lora is not None:
+            hidden, rows = gather_hidden_rows(hidden.to(product), rows, gathers_from), None
+        elif opened.lora is not None:
             down, up, scaling = opened.lora
+            # `low` needs the selected rows anyway.
+            hidden = hidden.to(product) if product.itemsize == 2 else hidden
+            hidden, rows = hidden if rows is None else hidden.index_select(0, rows), None
             low = torch.nn.functional.linear(hidden, down.to(hidden.dtype)) * scaling
-    return product, opened, (hidden, opened.weight, opened.bias, low, up)
+    return product, opened, rows, (hidden, opened.weight, opened.bias, low, up)
 
 
 class Settings(NamedTuple):
@@ -194,18 +197,18 @@ class Settings(NamedTuple):
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, settings, ids, k, sets, hidden, weight, bias, low, up):  # type: ignore[override]
-        own = settings.needs_grad and ctx.needs_input_grad[5] and settings.main_grad is None
-        fit = rows_in_gradient(weight, k.dtype) if own else 0
-        tiles = choose_tiles(
-            len(hidden), hidden.shape[1], settings.real, fit, settings.chunk_rows, hidden.device
-        )
+    def forward(ctx, settings, ids, k, sets, index, hidden, weight, bias, low, up):  # type: ignore[override]
+        trains = settings.needs_grad and ctx.needs_input_grad[6]
+        fit = rows_in_gradient(weight, k.dtype) if trains and settings.main_grad is None else 0
+        of_weight = weight if settings.main_grad is None else settings.main_grad
+        size = len(ids), hidden.shape[1], settings.real
+        tiles = choose_tiles(*size, fit, settings, hidden.device, trains and of_weight.dtype != k.dtype)
         dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if tiles.high <= fit else None
-        loops = HeadLoops(settings, tiles, hidden, weight, bias, low, up, ids, k)
+        loops = HeadLoops(settings, tiles, hidden, index, weight, bias, low, up, ids, k)
         pairs = None if sets is None else AllowedPairs(sets, ids, k, settings.first_id, settings.real, tiles)
         table = loops.statistics(None if dw is None else (dw.view(-1).view(k.dtype), fit), pairs)
         logp, entropy, lse, argmax, softmax = row_outputs(table, k, sets)
-        ctx.save_for_backward(hidden, weight, bias, low, up, ids, k, *softmax)
+        ctx.save_for_backward(hidden, index, weight, bias, low, up, ids, k, *softmax)
         ctx.settings, ctx.tiles, ctx.pairs, ctx.dw = settings, tiles, pairs, dw
         ctx.mark_non_differentiable(argmax, *([] if settings.entropy == "grad" else [entropy]))
         ctx.set_materialize_grads(False)
@@ -214,57 +217,66 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, g_logp, g_entropy, g_lse, _):
-        hidden, weight, bias, low, up, ids, k, *softmax = ctx.saved_tensors
-        settings, needs = ctx.settings, ctx.needs_input_grad[4:]
+        hidden, index, weight, bias, low, up, ids, k, *softmax = ctx.saved_tensors
+        settings, needs = ctx.settings, ctx.needs_input_grad[5:]
         # dW overwrites the logits in its memory and is returned; a second backward recomputes them.
         dw, ctx.dw = ctx.dw, None
         memory = None if dw is None else (dw.view(-1).view(k.dtype), rows_in_gradient(weight, k.dtype))
         if needs[1] and settings.main_grad is not None:
             dw = settings.main_grad
         elif needs[1] and dw is None:
-            dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        loops = HeadLoops(settings, ctx.tiles, hidden, weight, bias, low, up, ids, k)
-        sums = loops.new_sums(needs, dw, accumulate=settings.main_grad is not None)
+            dtype = weight.dtype if len(ctx.tiles.blocks) == 1 else k.dtype
+            dw = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        loops = HeadLoops(settings, ctx.tiles, hidden, index, weight, bias, low, up, ids, k)
+        sums = new_sums(settings, needs, dw, k, hidden, index, weight, low, up)
         factors = row_factors(k, settings, softmax, ctx.pairs, g_logp, g_entropy, g_lse)
-        dh, dlow = loops.gradients(factors, memory, ctx.pairs, sums)
-        dh, dlow = reduce_over_ranks(dh, dlow, settings.group if settings.reduces else None)
+        loops.gradients(factors, memory, ctx.pairs, sums)
+        dh, dlow = reduce_over_ranks(sums.hidden, sums.low)
         if settings.main_grad is not None and needs[1]:
             dw = main_grad_mark(weight)
         grads = (dh, dw, sums.bias, dlow, sums.up)
         inputs = (hidden, weight, bias, low, up)
         return (
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
             *[None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)],
         )
 
 
 class Tiles(NamedTuple):
-    """The tiles of a call, the same in forward and backward. rows: slices. cols: slices, per core."""
+    """The tiles of a call, the same in forward and backward. rows: slices, `block` of them per block of rows.
+
+    cols: slices, per core.
+    """
 
     rows: list[slice]
+    block: int
     cols: list[list[slice]]
     high: int
     wide: int
 
+    @property
+    def blocks(self) -> list[list[slice]]:
+        return [self.rows[i : i + self.block] for i in range(0, len(self.rows), self.block)]
+
 
 def choose_tiles(
-    n: int, width: int, vocab: int, fit: int, chunk_rows: int | None, device: torch.device
+    n: int, width: int, vocab: int, fit: int, settings: Any, device: torch.device, narrow: bool
 ) -> Tiles:
-    """Cut n rows and `vocab` columns into tiles. `fit`: rows of logits that the memory of dW holds."""
+    """Cut n rows and `vocab` columns into tiles.
+
+    `fit`: rows of logits that the memory of dW holds. `narrow`: dW has 16 bits per number.
+    """
     on_gpu = passes.on_gpu(device)
-    size = (GPU_TILE_BYTES if on_gpu else CPU_TILE_BYTES) // 4
+    size = (GPU_TILE_BYTES * 2 // settings.product.itemsize if on_gpu else CPU_TILE_BYTES) // 4
     if on_gpu:
-        # Square tiles: sums of dh and dW are read and written once per tile. Sizes fill whole thread blocks.
-        high = fit if n <= fit else max(int(size**0.5) // 256 * 256, 1)
+        # Four times as wide as high, because a block of rows is copied. Sizes fill whole thread blocks.
+        high = fit if n <= fit else max(int(size**0.5) // 512 * 256, 1)
         high = -(-n // max(-(-n // high), 1)) if high < n else n
         high = min(-(-high // 128) * 128, max(n, 1))
     else:
         # As many rows as dW's memory holds; fewer than 256 cost more in slow products than the recomputing.
         high = min(fit, 4096) if fit >= min(n, 256) else 1024
-    high = max(1, min(high, n, chunk_rows or n))
+    high = max(1, min(high, n, settings.chunk_rows or n))
     wide = max(COLUMN_BLOCK, size // high // COLUMN_BLOCK * COLUMN_BLOCK)
     wide = max(1, min(wide, vocab))
     if on_gpu and vocab:
@@ -274,21 +286,102 @@ def choose_tiles(
         wide = min(-(-wide // COLUMN_BLOCK) * COLUMN_BLOCK, vocab)
     # Zero rows: one empty tile, which writes zeros to dW.
     rows = [slice(i, min(i + high, n)) for i in range(0, max(n, 1), high)]
+    # With several blocks, a 16-bit dW needs fp32 sums [V, D]; with one block, dh needs them, [N, D].
+    one = narrow and (2 * n <= 3 * vocab or settings.main_grad is not None)
+    block = len(rows) if one else 1 if on_gpu else max(CPU_BLOCK_ROWS // high, 1)
     cols = [slice(i, min(i + wide, vocab)) for i in range(0, vocab, wide)]
     threads = 1 if on_gpu else num_threads()
     cores = min(threads, len(cols)) if n * vocab * width >= threads * CORE_WORK else 1
     share = max(-(-len(cols) // cores), 1) if cols else 1
-    return Tiles(rows, [cols[i : i + share] for i in range(0, len(cols), share)], high, wide)
+    return Tiles(rows, block, [cols[i : i + share] for i in range(0, len(cols), share)], high, wide)
+
+
+class RowGradient:
+    """The gradient of x [T, D] at its selected rows, summed in fp32 one block at a time; other rows are 0.
+
+    total: the gradient; with ranks to add, the sums of the selected rows [N, D] until `reduce_over_ranks`.
+    """
+
+    def __init__(
+        self, x: Tensor, index: Tensor | None, acc: torch.dtype, group: Any, total: Tensor | None = None
+    ) -> None:
+        self.x, self.index, self.acc, self.group, self.total = x, index, acc, group, total
+        # The sums of a block then are a part of `total`.
+        self.in_place = group is not None or (index is None and x.dtype == acc)
+
+    def whole(self) -> Tensor:
+        if self.total is None:
+            n = len(self.x if self.index is None else self.index)
+            shape = (n, self.x.shape[1]) if self.in_place else self.x.shape
+            self.total = self.x.new_zeros(shape, dtype=self.acc if self.in_place else self.x.dtype)
+        return self.total
+
+    def part(self, rows: slice) -> RowGradient:
+        """Return the gradient of some of the selected rows, in the same memory."""
+        x = self.x[rows] if self.index is None else self.x
+        index = None if self.index is None else self.index[rows]
+        scatters = index is not None and not self.in_place
+        return RowGradient(x, index, self.acc, self.group, self.whole() if scatters else self.whole()[rows])
+
+    def begin(self, rows: slice, cores: int) -> list[Tensor]:
+        """Return zeros for the sums of some rows, [n, D] per core."""
+        first = [self.whole()[rows]] if self.in_place else []
+        shape = (cores - len(first), rows.stop - rows.start, self.x.shape[1])
+        return [*first, *self.x.new_zeros(shape, dtype=self.acc)]
+
+    def add(self, rows: slice, sums: list[Tensor], unit: Tensor | None) -> None:
+        """Add the cores' sums of some rows, in multiples of `unit`; empties the list."""
+        summed = sums[0]
+        for other in sums[1:]:
+            summed += other
+        if unit is not None:
+            summed *= unit
+        sums.clear()
+        if self.in_place:
+            return
+        # Sums in fp32 are freed before the gradient of all rows is allocated.
+        summed = summed.to(self.x.dtype)
+        if self.index is None:
+            self.whole()[rows] = summed
+        else:
+            self.whole().index_add_(0, self.index[rows], summed)
 
 
 class Sums(NamedTuple):
-    """Accumulators of a head's gradients; None where not needed. weight is written, or added to."""
+    """Sums of a call's gradients; None where not needed. weight is written, or added to with `accumulate`."""
 
+    hidden: RowGradient | None
     weight: Tensor | None
     accumulate: bool
     bias: Tensor | None
+    low: RowGradient | None
     up: Tensor | None
-    needs: tuple[bool, ...]
+
+
+def new_sums(
+    settings: Settings,
+    needs: Any,
+    dw: Tensor | None,
+    k: Tensor,
+    hidden,
+    index,
+    weight,
+    low,
+    up,  # type: ignore[no-untyped-def]
+) -> Sums:
+    """Return sums of zeros; `needs`: whether hidden, weight, bias, low and up need a gradient."""
+    accumulate = dw is not None and dw is settings.main_grad
+    if dw is not None and not accumulate:
+        dw[settings.real :].zero_()
+    group = settings.group if settings.reduces else None
+    return Sums(
+        RowGradient(hidden, index, k.dtype, group) if needs[0] else None,
+        dw,
+        accumulate,
+        k.new_zeros(len(weight)) if needs[2] else None,
+        RowGradient(low, None, k.dtype, group) if needs[3] else None,
+        k.new_zeros(up.shape) if needs[4] else None,
+    )
 
 
 class HeadLoops:
@@ -297,15 +390,25 @@ class HeadLoops:
     Logits are without temperature, and without `scale` if there is no softcap: k, a factor per row, has both.
     """
 
-    def __init__(self, settings: Any, tiles: Tiles, hidden, weight, bias, low, up, ids, k) -> None:  # type: ignore[no-untyped-def]
-        self.tiles, self.weight, self.bias, self.up, self.ids = tiles, weight, bias, up, ids
+    def __init__(self, settings: Any, tiles: Tiles, hidden, index, weight, bias, low, up, ids, k) -> None:  # type: ignore[no-untyped-def]
+        self.tiles, self.hidden, self.index, self.weight = tiles, hidden, index, weight
+        self.bias, self.low, self.up, self.ids, self.k = bias, low, up, ids, k
         self.scale, self.softcap, self.group = settings.scale, settings.softcap, settings.group
         self.first_id, self.real = settings.first_id, settings.real
-        self.k = k
         self.product, self.acc = settings.product, k.dtype
-        self.hidden = hidden.to(self.product).contiguous()
-        self.low = None if low is None else low.to(self.product)
-        self.passes = passes.passes_for(hidden, self.acc, len(hidden) * self.real)
+        self.passes = passes.passes_for(hidden, self.acc, len(k) * self.real)
+
+    def operands(self, block: list[slice]) -> tuple[slice, list[tuple[slice, Tensor, Tensor | None]]]:
+        """Select the rows of a block; return them and, per tile, its rows, hidden and low."""
+        first, last = block[0].start, block[-1].stop
+        whole = slice(first, last)
+        h = self.hidden[whole] if self.index is None else self.hidden.index_select(0, self.index[whole])
+        h = h.to(self.product).contiguous()
+        low = None if self.low is None else self.low[whole].to(self.product)
+        inner = [slice(rows.start - first, rows.stop - first) for rows in block]
+        return whole, [
+            (rows, h[i], None if low is None else low[i]) for rows, i in zip(block, inner, strict=True)
+        ]
 
     def statistics(self, memory: tuple[Tensor, int] | None, pairs: AllowedPairs | None) -> Tensor:
         """Return the table of the rows' statistics over all ranks, [5 or 7, N].
@@ -313,38 +416,36 @@ class HeadLoops:
         Rows 0 to 4 are the outputs of the pass `stats`; 5 and 6 the maximum and sum over the allowed ids.
         `memory`: (flat tensor, rows per column) that the logits of the first rows are left in.
         """
-        tiles, n = self.tiles, len(self.hidden)
-        tables = self.k.new_empty(max(-(-self.real // tiles.wide), 1), 5, n)
-        if not self.real:
-            tables.copy_(self.k.new_tensor([-torch.inf, 0, 0, -torch.inf, 0])[None, :, None])
+        tiles, parts = self.tiles, []
+        for block in tiles.blocks:
+            whole, operands = self.operands(block)
+            tables = self.k.new_empty(max(-(-self.real // tiles.wide), 1), 5, whole.stop - whole.start)
+            if not self.real:
+                tables.copy_(self.k.new_tensor([-torch.inf, 0, 0, -torch.inf, 0])[None, :, None])
 
-        def job(core: int) -> None:
-            scratch = self.k.new_empty(tiles.high * _aligned(tiles.wide))
-            for cols in tiles.cols[core]:
-                operands = self.columns(cols)
-                finish = self.finish(operands, pairs)
-                table = tables[cols.start // tiles.wide]
-                for rows in tiles.rows:
-                    out = _held(memory, rows, cols)
-                    out = _view(scratch, rows, cols) if out is None else out
-                    z = self.logits(rows, operands, out, finished=not finish)
-                    vectors = (self.k[rows], *table[:, rows])
-                    self.passes.stats(z, self.ids[rows], self.first_id + cols.start, *vectors, **finish)
-                    if pairs is not None:
-                        pairs.read(z, rows, cols)
+            def job(core: int, whole=whole, operands=operands, tables=tables) -> None:  # type: ignore[no-untyped-def]
+                scratch = self.k.new_empty(tiles.high * _aligned(tiles.wide))
+                for cols in tiles.cols[core]:
+                    of_cols = self.columns(cols)
+                    finish = self.finish(of_cols, pairs)
+                    for rows, h, low in operands:
+                        out = _held(memory, rows, cols)
+                        out = _view(scratch, rows, cols) if out is None else out
+                        z = self.logits(h, low, of_cols, out, finished=not finish)
+                        table = tables[cols.start // tiles.wide]
+                        table = table[:, rows.start - whole.start : rows.stop - whole.start]
+                        vectors = (self.k[rows], *table)
+                        self.passes.stats(z, self.ids[rows], self.first_id + cols.start, *vectors, **finish)
+                        if pairs is not None:
+                            pairs.read(z, rows, cols)
 
-        on_cores(job, tiles)
-        table = join(tables, self.k, tiles.wide)
+            on_cores(job, tiles)
+            del job, operands
+            parts.append(join(tables, self.k[whole], tiles.wide))
+        table = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if pairs is not None:
             table = torch.cat([table, pairs.statistics(self.k)])
         return join_ranks(table, self.k, len(self.weight), self.group)
-
-    def new_sums(self, needs: Any, dw: Tensor | None, *, accumulate: bool = False) -> Sums:
-        if dw is not None and not accumulate:
-            dw[self.real :].zero_()
-        bias = self.k.new_zeros(len(self.weight)) if needs[2] else None
-        up = self.k.new_zeros(self.up.shape) if needs[4] else None
-        return Sums(dw, accumulate, bias, up, tuple(needs))
 
     def gradients(
         self,
@@ -353,74 +454,68 @@ class HeadLoops:
         pairs: AllowedPairs | None,
         sums: Sums,
         in_place: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Write dW and the other sums of the head; return dh [N, D] and the gradient of `low` [N, r].
-
-        `factors`: from `row_factors`. `in_place`: gradients may overwrite the logits in `memory`.
-        """
+    ) -> None:
+        """Add to the sums. `factors`: from `row_factors`. `in_place`: logits in `memory` are overwritten."""
         tiles, acc = self.tiles, self.acc
         vectors, own, unit = factors
         inv_cap = 0.0 if self.softcap is None else 1 / self.softcap
         cores = max(len(tiles.cols), 1)
-        dhs, dlows = (
-            [None] * cores if x is None or not needed else self.k.new_zeros(cores, *x.shape)
-            for x, needed in ((self.hidden, sums.needs[0]), (self.low, sums.needs[3]))
-        )
         dw = sums.weight
+        # 16-bit gradients are summed in fp32 and rounded once; one product does that by itself.
+        once = len(tiles.rows) == 1 and not sums.accumulate
+        writes = dw is not None and unit is None
+        writes = writes and (dw.dtype == acc or (once and dw.dtype == self.product))  # type: ignore[union-attr]
+        for number, block in enumerate(tiles.blocks):
+            whole, operands = self.operands(block)
+            adds = sums.accumulate or number > 0
+            dhs, dlows = (
+                [None] * cores if g is None else g.begin(whole, cores) for g in (sums.hidden, sums.low)
+            )
 
-        def job(core: int) -> None:
-            dh, dlow = dhs[core], dlows[core]
-            scratch = self.k.new_empty(tiles.high * _aligned(tiles.wide))
-            for cols in tiles.cols[core]:
-                w, _, up = operands = self.columns(cols)
-                finish = self.finish(operands, pairs)
-                # 16-bit gradients are summed in fp32 and rounded once; one product does that by itself.
-                once = len(tiles.rows) == 1 and not sums.accumulate
-                writes = dw is not None and unit is None
-                writes = writes and (dw.dtype == acc or (once and dw.dtype == self.product))  # type: ignore[union-attr]
-                dw_cols = None
-                if dw is not None:
-                    dw_cols = dw[cols] if writes else self.k.new_empty(w.shape)
-                for rows in tiles.rows:
-                    z, tile = _held(memory, rows, cols), _view(scratch, rows, cols)
-                    if z is None:
-                        z = self.logits(rows, operands, tile, finished=not finish)
-                    elif in_place:
-                        tile = z
-                    # 16-bit gradients take the first half of the memory of each row's logits.
-                    du = tile if self.product == acc else _narrowed(tile, self.product)
-                    of_allowed = None if pairs is None else pairs.gradients(z, rows, cols, own, inv_cap)
-                    first = self.first_id + cols.start
-                    of_rows = [v[rows] for v in vectors]
-                    self.passes.grads(z, du, self.ids[rows], first, *of_rows, inv_cap, **finish)
-                    if of_allowed is not None:
-                        pairs.add(du, rows, cols, of_allowed)  # type: ignore[union-attr]
-                    if dh is not None:
-                        multiply_(dh[rows], du, w, add=True)
-                    if dw_cols is not None:
-                        add = rows.start > 0 or (writes and sums.accumulate)
-                        multiply_(dw_cols, du.t(), self.hidden[rows], add=add)
-                    if sums.bias is not None:
-                        column_sums = du.sum(0, dtype=acc)
-                        sums.bias[cols] += column_sums if unit is None else column_sums * unit
-                    if dlow is not None:
-                        multiply_(dlow[rows], du, up, add=True)
-                    if sums.up is not None:
-                        product = multiply_(torch.empty_like(sums.up[cols]), du.t(), self.low[rows])  # type: ignore[index]
-                        sums.up[cols] += product if unit is None else product * unit
-                if dw_cols is not None and not writes:
-                    dw_cols = dw_cols if unit is None else dw_cols.mul_(unit)
-                    dw[cols] = dw[cols] + dw_cols if sums.accumulate else dw_cols  # type: ignore[index]
+            def job(core: int, operands=operands, adds=adds, dhs=dhs, dlows=dlows, whole=whole) -> None:  # type: ignore[no-untyped-def]
+                scratch = self.k.new_empty(tiles.high * _aligned(tiles.wide))
+                for cols in tiles.cols[core]:
+                    w, _, up = of_cols = self.columns(cols)
+                    finish = self.finish(of_cols, pairs)
+                    dw_cols = None
+                    if dw is not None:
+                        dw_cols = dw[cols] if writes else self.k.new_empty(w.shape)
+                    for rows, h, low in operands:
+                        z, tile = _held(memory, rows, cols), _view(scratch, rows, cols)
+                        if z is None:
+                            z = self.logits(h, low, of_cols, tile, finished=not finish)
+                        elif in_place:
+                            tile = z
+                        # 16-bit gradients take the first half of the memory of each row's logits.
+                        du = tile if self.product == acc else _narrowed(tile, self.product)
+                        of_allowed = None if pairs is None else pairs.gradients(z, rows, cols, own, inv_cap)
+                        first = self.first_id + cols.start
+                        of_rows = [v[rows] for v in vectors]
+                        self.passes.grads(z, du, self.ids[rows], first, *of_rows, inv_cap, **finish)
+                        if of_allowed is not None:
+                            pairs.add(du, rows, cols, of_allowed)  # type: ignore[union-attr]
+                        inner = slice(rows.start - whole.start, rows.stop - whole.start)
+                        if dhs[core] is not None:
+                            multiply_(dhs[core][inner], du, w, add=True)
+                        if dw_cols is not None:
+                            multiply_(dw_cols, du.t(), h, add=rows.start > whole.start or (writes and adds))
+                        if sums.bias is not None:
+                            column_sums = du.sum(0, dtype=acc)
+                            sums.bias[cols] += column_sums if unit is None else column_sums * unit
+                        if dlows[core] is not None:
+                            multiply_(dlows[core][inner], du, up, add=True)
+                        if sums.up is not None:
+                            product = multiply_(torch.empty_like(sums.up[cols]), du.t(), low)
+                            sums.up[cols] += product if unit is None else product * unit
+                    if dw_cols is not None and not writes:
+                        dw_cols = dw_cols if unit is None else dw_cols.mul_(unit)
+                        dw[cols] = dw[cols] + dw_cols if adds else dw_cols  # type: ignore[index]
 
-        on_cores(job, tiles)
-
-        def total(parts: Any) -> Tensor | None:
-            if not isinstance(parts, Tensor):
-                return None
-            whole = parts[0] if len(parts) == 1 else parts.sum(0)
-            return whole if unit is None else whole.mul_(unit)
-
-        return total(dhs), total(dlows)
+            on_cores(job, tiles)
+            del job, operands
+            for gradient, parts in ((sums.hidden, dhs), (sums.low, dlows)):
+                if gradient is not None:
+                    gradient.add(whole, parts, unit)
 
     def columns(self, cols: slice) -> tuple[Any, Any, Any]:
         """Return weight, bias and up of some columns in the dtype of the products."""
@@ -437,17 +532,17 @@ class HeadLoops:
         return {"finish": (operands[1], inner, self.softcap)}
 
     def logits(
-        self, rows: slice, operands: tuple[Any, Any, Any], out: Tensor, finished: bool = True
+        self, h: Tensor, low: Tensor | None, of_cols: tuple[Any, Any, Any], out: Tensor, finished: bool = True
     ) -> Tensor:
         """Write a tile's logits to `out`; without `finished`, the products only."""
-        w, bias, up = operands
+        w, bias, up = of_cols
         if not finished or bias is None or w.dtype != out.dtype:
-            z = multiply_(out, self.hidden[rows], w.t())
+            z = multiply_(out, h, w.t())
             z = z.add_(bias) if finished and bias is not None else z
         else:
-            z = torch.addmm(bias, self.hidden[rows], w.t(), out=out)
-        if up is not None:
-            multiply_(z, self.low[rows], up.t(), add=True)  # type: ignore[index]
+            z = torch.addmm(bias, h, w.t(), out=out)
+        if low is not None:
+            multiply_(z, low, up.t(), add=True)
         if not finished or self.softcap is None:
             return z
         return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
@@ -597,17 +692,22 @@ def row_factors(
     return (k, m.masked_fill(dead, 0), log_s, entropy, a, b, g), own, unit
 
 
-def reduce_over_ranks(
-    dh: Tensor | None, dlow: Tensor | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Add the shards' contributions to both gradients. Collectives: 1 with a group."""
-    present = [x for x in (dh, dlow) if x is not None]
-    if group is None or not present:
-        return dh, dlow
-    both = torch.cat(present, 1) if len(present) == 2 else present[0].contiguous()
-    dist.all_reduce(both, group=group)
-    split = iter(both.split([x.shape[1] for x in present], 1))
-    return (None if dh is None else next(split)), (None if dlow is None else next(split))
+def reduce_over_ranks(*gradients: RowGradient | None) -> list[Tensor | None]:
+    """Return complete gradients; those of shards are added over the ranks. Collectives: 1 with a group."""
+    present = [g for g in gradients if g is not None]
+    if not present or present[0].group is None:
+        return [None if g is None else g.total for g in gradients]
+    totals = [g.total for g in present]
+    both = torch.cat(totals, 1) if len(totals) == 2 else totals[0]  # type: ignore[arg-type]
+    dist.all_reduce(both, group=present[0].group)
+    split = iter(both.split([g.x.shape[1] for g in present], 1))
+    results: list[Tensor | None] = []
+    for g in gradients:
+        summed = None if g is None else next(split).to(g.x.dtype)
+        if summed is not None and g.index is not None:  # type: ignore[union-attr]
+            summed = torch.zeros_like(g.x).index_add_(0, g.index, summed)  # type: ignore[union-attr]
+        results.append(summed)
+    return results
 
 
 def main_grad_mark(weight: Any) -> Tensor | None:
@@ -782,7 +882,8 @@ def _tiles_of_logits(
     high = n if on_gpu and index is None else high
     high = max(1, min(high, n, chunk_rows or n))
     rows = [slice(i, min(i + high, n)) for i in range(0, max(n, 1), high)]
-    return Tiles(rows, [[slice(i, min(i + wide, vocab))] for i in range(0, vocab, wide)], high, wide)
+    cols = [[slice(i, min(i + wide, vocab))] for i in range(0, vocab, wide)]
+    return Tiles(rows, len(rows), cols, high, wide)
 
 
 def _existing(logits: Tensor, index: Tensor | None, rows: slice, cols: slice, acc: torch.dtype) -> Tensor:

@@ -41,6 +41,7 @@ from leanstep.heads.logprob import (
     linear_logprobs,
     local_columns,
     multiply_,
+    new_sums,
     open_rows,
     outside_graph,
     reduce_over_ranks,
@@ -473,7 +474,7 @@ def linear_policy_loss(
     check_matrix("hidden", hidden)
     check_rows(rows, hidden)
     ranks, total = resolve_group(group), len(hidden)
-    product, opened, tensors = open_rows(hidden, head, rows)
+    product, opened, index, tensors = open_rows(hidden, head, rows)
     acc = accumulation_dtype(hidden.dtype, opened.weight.dtype)
     first_id, real, vocab = local_columns(len(opened.weight), ranks, vocab_total)
     targets = check_targets(targets, rows, total, vocab)
@@ -505,7 +506,7 @@ def linear_policy_loss(
         opened.scale, opened.softcap, product, real, first_id, ranks, True, None, "grad", None, needs_grad
     )
     with torch.autocast(hidden.device.type, enabled=False):
-        out = _LinearPolicyLoss.apply(call, targets, k, chunks, of_rows, *tensors)
+        out = _LinearPolicyLoss.apply(call, targets, k, chunks, of_rows, index, *tensors)
     loss, logp, entropies, ratio, clipped = out  # type: ignore[misc]
     returned = entropies if entropy != "none" or entropy_coef else None
     metrics = policy_metrics(ratio, clipped, logp, old_logp, returned, mask)
@@ -547,8 +548,8 @@ def _chunks(
 
 class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, ids, k, chunks, of_rows, hidden, weight, bias, low, up):  # type: ignore[override]
-        needs = [call.needs_grad and n for n in ctx.needs_input_grad[5:]]
+    def forward(ctx, call, ids, k, chunks, of_rows, index, hidden, weight, bias, low, up):  # type: ignore[override]
+        needs = [call.needs_grad and n for n in ctx.needs_input_grad[6:]]
         tallest = max((c.stop - c.start for c, saved, _ in chunks if saved), default=0)
         alone, fit = len(chunks) == 1, rows_in_gradient(weight, k.dtype)
         in_gradient = needs[1] and alone and tallest <= fit
@@ -559,22 +560,16 @@ class _LinearPolicyLoss(torch.autograd.Function):
             memory = dw.view(-1).view(k.dtype), fit
         elif any(needs) and tallest:
             memory, fit = (k.new_empty(call.real * tallest), tallest), tallest
-        shape = (len(ids), hidden.shape[1])
-        dh = (
-            torch.empty(shape, dtype=k.dtype if call.group else hidden.dtype, device=k.device)
-            if needs[0]
-            else None
-        )
-        dlow = k.new_empty(low.shape) if needs[3] else None
         logp, entropies, ratio = k.new_empty(3, len(ids))
         clipped = torch.empty(len(ids), dtype=torch.bool, device=k.device)
-        loss, sums = k.new_zeros(()), None
+        loss, sums = k.new_zeros(()), new_sums(call, needs, dw, k, hidden, index, weight, low, up)
         for rows, saved, lengths in chunks:
             n = rows.stop - rows.start
             held = memory if saved else None
-            tiles = choose_tiles(n, hidden.shape[1], call.real, fit if held else 0, None, k.device)
+            tiles = choose_tiles(n, hidden.shape[1], call.real, fit if held else 0, call, k.device, True)
             of_lora = None if low is None else low[rows]
-            loops = HeadLoops(call, tiles, hidden[rows], weight, bias, of_lora, up, ids[rows], k[rows])
+            states, places = (hidden[rows], None) if index is None else (hidden, index[rows])
+            loops = HeadLoops(call, tiles, states, places, weight, bias, of_lora, up, ids[rows], k[rows])
             table = loops.statistics(held, None)
             logp[rows], entropies[rows], _, _, softmax = row_outputs(table, k[rows], None)
             with torch.set_grad_enabled(any(needs)):
@@ -585,14 +580,11 @@ class _LinearPolicyLoss(torch.autograd.Function):
                 continue
             grads = torch.autograd.grad(chunk_loss, leaves, allow_unused=True)
             factors = row_factors(k[rows], call, softmax, None, grads[0], grads[1], None)
-            sums = loops.new_sums(needs, dw) if sums is None else sums._replace(accumulate=True)
-            of_hidden, of_low = loops.gradients(factors, held, None, sums, in_place=not in_gradient)
-            if dh is not None:
-                dh[rows] = of_hidden  # type: ignore[assignment]
-            if dlow is not None:
-                dlow[rows] = of_low  # type: ignore[assignment]
-        dh, dlow = reduce_over_ranks(dh, dlow, call.group)
-        grads = (dh, dw, None if sums is None else sums.bias, dlow, None if sums is None else sums.up)
+            of_rows_ = [None if g is None else g.part(rows) for g in (sums.hidden, sums.low)]
+            part = sums._replace(hidden=of_rows_[0], low=of_rows_[1], accumulate=rows.start > 0)
+            loops.gradients(factors, held, None, part, in_place=not in_gradient)
+        dh, dlow = reduce_over_ranks(sums.hidden, sums.low)
+        grads = (dh, dw, sums.bias, dlow, sums.up)
         inputs = (hidden, weight, bias, low, up)
         ctx.grads = [
             None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
@@ -610,7 +602,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         # On a CPU, reading the factor is cheaper than multiplying by 1.
         if g is not None and not (g.device.type == "cpu" and type(g) is Tensor and float(g) == 1.0):
             grads = [None if x is None else x.mul_(g) for x in grads]
-        return None, None, None, None, None, *(grads if g is not None else [None] * 5)
+        return *[None] * 6, *(grads if g is not None else [None] * 5)
 
 
 # --- distillation ---
@@ -831,7 +823,7 @@ class _LogSoftmax(torch.autograd.Function):
 def _frozen_head(teacher: TeacherHead) -> Any:
     """Return a function from a block of the teacher's hidden states to its logits."""
     with torch.no_grad():
-        _, opened, (_, weight, bias, _, up) = open_rows(teacher.hidden[:0].detach(), teacher.head, None)
+        _, opened, _, (_, weight, bias, _, up) = open_rows(teacher.hidden[:0].detach(), teacher.head, None)
         down = None if opened.lora is None else opened.lora.down.detach() * opened.lora.scaling
     wide = accumulation_dtype(teacher.hidden.dtype, weight.dtype)
     # A CPU multiplies 16-bit operands slowly, and a GPU in the dtype of hidden.

@@ -27,8 +27,10 @@ from leanstep.heads.logprob import (
     accumulation_dtype,
     aligned_tile,
     multiply_,
+    new_sums,
     open_rows,
     outside_graph,
+    reduce_over_ranks,
 )
 from leanstep.heads.parallel import first_order_only
 
@@ -62,8 +64,8 @@ def rowwise(
     """
     check_matrix("hidden", hidden)
     check_rows(rows, hidden)
-    product, opened, tensors = open_rows(hidden, head, rows)
-    n = len(tensors[0])
+    product, opened, index, tensors = open_rows(hidden, head, rows)
+    n = len(tensors[0]) if index is None else len(index)
     for i, values in enumerate(per_row):
         if values.requires_grad:
             raise ValueError(f"per_row[{i}]: expected a constant; gradients flow to hidden and head only")
@@ -84,24 +86,26 @@ def rowwise(
         needs_grad,
     )
     single: list[bool] = []
-    results = _Rowwise.apply(fn, settings, single, per_row, *tensors)
+    results = _Rowwise.apply(fn, settings, single, per_row, index, *tensors)
     return results[0] if single[0] else results  # type: ignore[index]
 
 
 class _Rowwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, fn, settings, single, per_row, hidden, weight, bias, low, up):  # type: ignore[override]
+    def forward(ctx, fn, settings, single, per_row, index, hidden, weight, bias, low, up):  # type: ignore[override]
         device = hidden.device.type
         ctx.fn, ctx.settings, ctx.per_row = fn, settings, per_row
         ctx.rng = torch.get_rng_state(), torch.cuda.get_rng_state(hidden.device) if hidden.is_cuda else None
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        ctx.save_for_backward(hidden, weight, bias, low, up)
-        loops = _loops(settings, hidden, weight, bias, low, up)
+        ctx.save_for_backward(index, hidden, weight, bias, low, up)
+        loops = _loops(settings, index, hidden, weight, bias, low, up)
         parts: list[list[Tensor]] = []
         differentiable: list[bool] | None = None
-        operands = loops.columns(slice(0, len(weight)))
-        for rows in loops.tiles.rows:
-            z = _block(loops, rows, operands)
+        of_cols = loops.columns(slice(0, len(weight)))
+        for block in loops.tiles.blocks:
+            rows, [(_, h, of_lora)] = loops.operands(block)
+            z = _logits(loops, h, of_lora, of_cols)
+            del h, of_lora
             # The first block shows what the results depend on.
             with torch.set_grad_enabled(settings.needs_grad and differentiable is None):
                 outs = fn(z.requires_grad_(torch.is_grad_enabled()), *[x[rows] for x in per_row])
@@ -122,14 +126,12 @@ class _Rowwise(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, *upstream):
-        hidden, weight, bias, low, up = tensors = ctx.saved_tensors
-        needs, settings, (device, dtype, enabled) = ctx.needs_input_grad[4:], ctx.settings, ctx.autocast
-        loops = _loops(settings, hidden, weight, bias, low, up)
-        w, _, of_up = operands = loops.columns(slice(0, len(weight)))
-        sums = [
-            loops.k.new_zeros(t.shape) if needed else None for t, needed in zip(tensors, needs, strict=True)
-        ]
-        dh, dw, db, dlow, dup = sums
+        index, hidden, weight, bias, low, up = ctx.saved_tensors
+        needs, settings, (device, dtype, enabled) = ctx.needs_input_grad[5:], ctx.settings, ctx.autocast
+        loops = _loops(settings, index, hidden, weight, bias, low, up)
+        w, _, of_up = of_cols = loops.columns(slice(0, len(weight)))
+        dw = loops.k.new_zeros(weight.shape) if needs[1] else None
+        sums = new_sums(settings, needs, dw, loops.k, hidden, index, weight, low, up)
         # 16-bit gradients of logits for 16-bit products; in fp16 they could underflow.
         narrow = loops.acc if loops.product == torch.float16 else loops.product
         devices = [hidden.device] if hidden.is_cuda else []
@@ -137,8 +139,9 @@ class _Rowwise(torch.autograd.Function):
             torch.set_rng_state(ctx.rng[0])
             if hidden.is_cuda:
                 torch.cuda.set_rng_state(ctx.rng[1], hidden.device)
-            for rows in loops.tiles.rows:
-                z = _block(loops, rows, operands)
+            for block in loops.tiles.blocks:
+                rows, [(_, h, of_lora)] = loops.operands(block)
+                z = _logits(loops, h, of_lora, of_cols)
                 with torch.enable_grad():
                     outs = ctx.fn(z.requires_grad_(), *[x[rows] for x in ctx.per_row])
                 outs = (outs,) if isinstance(outs, Tensor) else outs
@@ -158,42 +161,42 @@ class _Rowwise(torch.autograd.Function):
                         dz = dz * (1 - t) * (1 + t)
                     du = aligned_tile(*dz.shape, dz, narrow).copy_(dz)
                     du = du.mul_(settings.scale) if settings.scale != 1 else du
-                    h, lora = (None if x is None else x[rows].to(narrow) for x in (loops.hidden, loops.low))
-                    if dh is not None:
-                        multiply_(dh[rows], du, w.to(narrow), add=True)
+                    h, of_lora = (None if x is None else x.to(narrow) for x in (h, of_lora))
+                    for gradient, factor in ((sums.hidden, w), (sums.low, of_up)):
+                        if gradient is not None:
+                            parts = gradient.begin(rows, 1)
+                            multiply_(parts[0], du, factor.to(narrow), add=True)
+                            gradient.add(rows, parts, None)
                     if dw is not None:
                         multiply_(dw, du.t(), h, add=True)  # type: ignore[arg-type]
-                    if db is not None:
-                        db += du.sum(0, dtype=loops.acc)
-                    if dlow is not None:
-                        multiply_(dlow[rows], du, of_up.to(narrow), add=True)
-                    if dup is not None:
-                        multiply_(dup, du.t(), lora, add=True)  # type: ignore[arg-type]
+                    if sums.bias is not None:
+                        sums.bias.add_(du.sum(0, dtype=loops.acc))
+                    if sums.up is not None:
+                        multiply_(sums.up, du.t(), of_lora, add=True)  # type: ignore[arg-type]
+        dh, dlow = reduce_over_ranks(sums.hidden, sums.low)
+        grads = (dh, dw, sums.bias, dlow, sums.up)
+        inputs = (hidden, weight, bias, low, up)
         return (
-            None,
-            None,
-            None,
-            None,
-            *[None if g is None else g.to(t.dtype) for g, t in zip(sums, tensors, strict=True)],
+            *[None] * 5,
+            *[None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)],
         )
 
 
-def _loops(settings: Settings, hidden, weight, bias, low, up) -> HeadLoops:  # type: ignore[no-untyped-def]
+def _loops(settings: Settings, index, hidden, weight, bias, low, up) -> HeadLoops:  # type: ignore[no-untyped-def]
     """Return the blocks of rows, and what computes their logits."""
-    n, vocab = len(hidden), len(weight)
+    n, vocab = len(hidden) if index is None else len(index), len(weight)
     acc = accumulation_dtype(hidden.dtype, weight.dtype)
     size = GPU_BLOCK_BYTES if hidden.device.type != "cpu" else CPU_BLOCK_BYTES
     high = max(size // (vocab * acc.itemsize), FEWEST_ROWS) if vocab else n
     rows = [slice(i, min(i + high, n)) for i in range(0, max(n, 1), max(high, 1))]
     like = torch.empty(0, dtype=acc, device=hidden.device)
-    tiles = Tiles(rows, [[slice(0, vocab)]], high, vocab)
-    return HeadLoops(settings, tiles, hidden, weight, bias, low, up, None, like)
+    tiles = Tiles(rows, 1, [[slice(0, vocab)]], high, vocab)
+    return HeadLoops(settings, tiles, hidden, index, weight, bias, low, up, None, like)
 
 
-def _block(loops: HeadLoops, rows: slice, operands: Any) -> Tensor:
+def _logits(loops: HeadLoops, h: Tensor, low: Tensor | None, of_cols: Any) -> Tensor:
     """Return the logits of some rows, [n, V]."""
-    n, vocab = rows.stop - rows.start, len(loops.weight)
-    z = loops.logits(rows, operands, aligned_tile(n, vocab, loops.k))
+    z = loops.logits(h, low, of_cols, aligned_tile(len(h), len(loops.weight), loops.k))
     return z.mul_(loops.scale) if loops.softcap is None and loops.scale != 1 else z
 
 
