@@ -25,6 +25,12 @@ def hang(rank: int, world_size: int) -> None:
         time.sleep(60)
 
 
+def compute(rank: int, world_size: int) -> bool:
+    while time.process_time() < 3:
+        pass
+    return True
+
+
 def test_values_come_back_in_rank_order(run_ranks):
     assert run_ranks(2, add_ranks, 10) == [21.0, 22.0]
 
@@ -37,3 +43,8 @@ def test_an_error_on_one_rank_fails(run_ranks):
 def test_a_hang_fails(run_ranks):
     with pytest.raises(AssertionError, match="not done after"):
         run_ranks(2, hang, timeout=8)
+
+
+def test_a_rank_that_computes_does_not_hang(run_ranks):
+    """Time counts in which no rank could go on: a busy machine fails no test."""
+    assert run_ranks(1, compute, timeout=1.5) == [True]

@@ -71,6 +71,17 @@ def test_the_parts_of_a_pull_requests_suite_are_the_whole_suite():
     }
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_commands_name_targets_and_files_that_exist(path: Path):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    steps = [step for job in parsed(path.name)["jobs"].values() for step in job["steps"]]
+    commands = "\n".join(step["run"] for step in steps if "run" in step)
+    for target in re.findall(r"\bmake ([a-z][\w-]*)", commands):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for name in re.findall(r"(?<![\w./-])((?:tests|dev)/[\w./-]+)", commands):
+        assert (ROOT / name).exists(), name
+
+
 def test_what_is_published_is_built_without_the_tests():
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
     jobs = dict(re.findall(r"^  (\w+):\n((?:    .*\n|\n)*)", text[text.index("jobs:") :], re.MULTILINE))

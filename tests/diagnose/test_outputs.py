@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from diagnose.made import held, op, read, steps, tensor, update
-from trace_maker import TO_HOST, waiting
+from diagnose.trace_maker import TO_HOST, waiting
 
 from leanstep import cli
 from leanstep.diagnose.find import find

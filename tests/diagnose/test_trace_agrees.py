@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from trace_maker import profiled
+from diagnose.trace_maker import profiled
 
 from leanstep.diagnose.traces.trace_report import TraceRun
 

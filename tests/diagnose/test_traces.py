@@ -8,7 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from trace_maker import TO_HOST, GpuTrace, waiting
+from diagnose.trace_maker import TO_HOST, GpuTrace, waiting
 
 from leanstep import cli
 from leanstep.diagnose.traces import trace_file

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from integrations.tiny_models import VOCAB, causal_lm
-from verl_source import agg_loss
+from integrations.verl_source import agg_loss
 
 pytest.importorskip("verl", reason="verl is not installed")
 
