@@ -137,7 +137,7 @@ class StreamWait:
 
 @dataclass(frozen=True, slots=True)
 class Extrapolated:
-    """A model call that was not run; its kernels follow from recorded calls (`answers/repeated_calls.py`).
+    """A model call that was not run; its kernels follow from recorded calls (`answers/repeats.py`).
 
     parts: (line, kernel, count). calls: number of calls that launch; views: of those that do not; launches:
         number of kernels.
@@ -155,6 +155,17 @@ class Extrapolated:
     def at(self, line: Line | None, phase: str, step: int) -> Extrapolated:
         """Return the same call at another place."""
         return replace(self, line=line, phase=phase, step=step)
+
+    def times(self, count: int) -> Extrapolated:
+        """Return this many calls."""
+        return replace(
+            self,
+            parts=tuple((line, kernel, count * times) for line, kernel, times in self.parts),
+            calls=count * self.calls,
+            views=count * self.views,
+            launches=count * self.launches,
+            products=tuple(product._replace(flops=count * product.flops) for product in self.products),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from leanstep.rehearse.answers.generation import Generations
-from leanstep.rehearse.answers.micro_batches import MicroBatches
-from leanstep.rehearse.answers.repeated_calls import RepeatedCalls
+from leanstep.rehearse.answers.repeats import Repeats
 from leanstep.rehearse.branches import NoUpdate
 from leanstep.rehearse.events import Alloc, Launch, Step
 from leanstep.tape.hooks import replace_function, wrap_closure
@@ -46,30 +44,27 @@ class Steps(StepListener, PhaseListener):
         self._num_counted = self._num_trials = 0
         self._reported = 0.0
         self.marker = StepMarker(self, PhaseMarker(self._position, self))
-        self.calls, self.generations = RepeatedCalls(tape), Generations(tape)
-        self.micro_batches = MicroBatches(tape)
+        self.repeats = Repeats(tape)
         self._part_end = 0  # event index at which the last part of the update ended
         self._optimizers: dict[int, Any] = {}
 
     def _position(self) -> int:
         return len(self.tape.recording.events)
 
+    def _may_repeat(self) -> bool:
+        """Whether this thread's calls may be repeated."""
+        return not self.tape.recording.request.every_call and threading.get_ident() == self.tape.lines.main
+
     def run_call(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a call; repeated calls on the main thread are extrapolated."""
         self._report()
-        recording = self.tape.recording
-        if recording.request.every_call or threading.get_ident() != self.tape.lines.main:
+        if not self._may_repeat():
             return call(module, *args, **kwargs)
-        return self.calls.run(call, module, args, kwargs)
+        return self.repeats.call(call, module, args, kwargs)
 
     def run_generate(self, generate: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.tape.recording.request.every_call or threading.get_ident() != self.tape.lines.main:
+        if not self._may_repeat():
             return generate(*args, **kwargs)
-        self.calls.paused = True
-        try:
-            return self.generations.run(generate, args, kwargs)
-        finally:
-            self.calls.paused = False
+        return self.repeats.generate(generate, args, kwargs)
 
     def rollout_begins(self) -> None:
         self._report()
@@ -83,7 +78,7 @@ class Steps(StepListener, PhaseListener):
         if self.progress is None or now - self._reported < 0.5:
             return
         self._reported = now
-        recorded, skipped = self._model_calls
+        recorded, skipped = self.repeats.recorded, self.repeats.extrapolated
         counted = f", {recorded + skipped:,} model calls ({skipped:,} extrapolated)" if recorded else ""
         self.progress.write_text(
             f"step {self.tape.step + 1} of {self.wanted}: {self.marker.phases.phase}{counted}"
@@ -93,12 +88,7 @@ class Steps(StepListener, PhaseListener):
         """Store the phases in the recording after the program ended."""
         recording = self.tape.recording
         recording.phases = self.marker.phases.marks
-        recording.model_calls = self._model_calls
-
-    @property
-    def _model_calls(self) -> tuple[int, int]:
-        """Number of calls without gradients that ran, and that were extrapolated."""
-        return self.calls.recorded, self.calls.skipped + self.generations.extrapolated
+        recording.model_calls = self.repeats.recorded, self.repeats.extrapolated
 
     def watch(self) -> None:
         """Start watching; it lasts until the process ends."""
@@ -110,12 +100,12 @@ class Steps(StepListener, PhaseListener):
 
     def _call_module(self, original: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run an outermost call of a module; the marker handles it first."""
-        if threading.get_ident() != self.tape.lines.main:
+        if not self._may_repeat():
             return original(module, *args, **kwargs)
-        return self.micro_batches.run(original, module, *args, **kwargs)
+        return self.repeats.call_in_update(original, module, args, kwargs)
 
     def optimizer_constructed(self) -> None:
-        self.micro_batches.enabled = not self.tape.recording.request.every_call
+        self.repeats.repeats_updates = True
 
     def _follow_backwards(self) -> None:
         run_backward, lines = torch.autograd._engine_run_backward, self.tape.lines
@@ -136,7 +126,7 @@ class Steps(StepListener, PhaseListener):
             try:
                 return run_backward(*args, **kwargs)
             finally:
-                self.micro_batches.backward_ended(accumulates)
+                self.repeats.backward_ended(accumulates)
 
         torch.autograd._engine_run_backward = backward
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rehearse.rehearsed import stub_or_skip
 
-from leanstep.rehearse.answers.repeated_calls import next_value
+from leanstep.rehearse.answers.repeats import next_value
 from leanstep.rehearse.devices import device_named
 from leanstep.rehearse.events import Request
 from leanstep.rehearse.iterations import Iteration, last_iteration

@@ -59,6 +59,10 @@ PROGRAMS = {
         "    with torch.autocast('cuda', torch.bfloat16):\n     for micro in range(6):\n",
     ),
     "hidden only": LOOP.replace("loss_of(out, x)", "out.hidden.square().mean()"),
+    "output dropped": LOOP.replace("        out = model(x)\n", "").replace(
+        "loss_of(out, x)",
+        "torch.nn.functional.cross_entropy(model(x).logits.flatten(0, 1), x.flatten())",
+    ),
     "two sizes": LOOP.replace("(4, 33)", "(4, 33 + 7 * (micro % 2))"),
     "masks": LOOP.replace("model(x)", "model(x, (torch.arange(33) < (33 if micro % 3 else 20)).cuda())"),
     "dropout off": LOOP.replace("        out =", "        model.train(micro % 2 == 0)\n        out ="),
@@ -120,6 +124,16 @@ def test_a_repeated_micro_batch_equals_one_that_runs(tmp_path: Path, name: str) 
     different = next((pair for pair in zip(first, second, strict=False) if pair[0] != pair[1]), None)
     assert different is None and len(first) == len(second)
     assert short.peak_bytes == whole.peak_bytes
+
+
+def test_ranks_that_reduce_their_gradients_repeat_too(tmp_path: Path) -> None:
+    start = "import torch.distributed as dist\ndist.init_process_group('nccl')\n"
+    update = "    for p in model.parameters(): dist.all_reduce(p.grad)\n    optimizer.step()"
+    text = start + LOOP.replace("    optimizer.step()", update)
+    whole = recorded(tmp_path, text, ranks=8, every_call=True)
+    short = recorded(tmp_path, text, ranks=8)
+    assert repeated(whole) == 0 and repeated(short) >= 6
+    assert shown(whole) == shown(short) and short.peak_bytes == whole.peak_bytes
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
