@@ -35,9 +35,9 @@ class LensObjective(nn.Module):
         objective.optimizer_step()
 
     Gate: with `gate.every` > 1 the controller runs on the first of every `gate.every` calls, in mode
-    `accumulate` on the last. On other calls `loss` is a plain 0 with `active=False`. The decision depends only
-    on counters, so all ranks agree. Mode `accumulate` stores the detached inputs of skipped calls and returns
-    the mean loss over them and the current call.
+    `accumulate` on the last. On other calls `loss` is a plain 0 with `active=False`. The decision depends
+    only on counters, so all ranks agree. Mode `accumulate` stores the detached inputs of skipped calls and
+    returns the mean loss over them and the current call.
 
     Stages: `joint` (default), and `frozen` for a controller that was trained before (loss 0; scores still
     available).
