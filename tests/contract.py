@@ -112,7 +112,7 @@ NAMES = {
     "leanstep.lens": {
         "AsyncLens": "(controller, loss, *, max_staleness=, device=)",
         "ContextCache": "()",
-        "GateConfig": "(every=, unit=, mode=, phase=)",
+        "GateConfig": "(every=, unit=, mode=)",
         "LensBatch": "(pos, lod, valid, loss, row, tokens, baseline, num_tokens, counts=)",
         "LensConfig": "(block_size=, max_lod=, objective=, sampling=, gate=)",
         "LensMetrics": "(scores, batch, config, pairs, kept, targets, terms, loss, state, extra=)",

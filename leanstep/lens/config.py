@@ -174,26 +174,24 @@ class GateConfig:
     """Run the objective only on some steps. Counters decide, so that all ranks agree.
 
     Equivalent to:
-        runs = (counter - gate.phase) % gate.every == 0
+        last = gate.every - 1 if gate.mode == "accumulate" else 0
+        runs = counter % gate.every == last
 
     Args:
         every: run on one of this many steps.
         unit: micro | step: the counter counts micro-steps or optimizer steps.
         mode: skip (unscaled when it runs), scale (times `every`: same expected gradient) or accumulate (the
             mean over the skipped micro-steps and the current one).
-        phase: index of the step that runs.
     """
 
     every: int = 1
     unit: str = "micro"
     mode: str = "skip"
-    phase: int = 0
 
     def __post_init__(self) -> None:
         _check_choice(self, "unit", "micro", "step")
         _check_choice(self, "mode", "skip", "scale", "accumulate")
         _check_integers(self, 1, "every")
-        _check_integers(self, 0, "phase")
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ class LensObjective(nn.Module):
         optimizer.step()
         objective.optimizer_step()
 
-    Gate: with `gate.every` > 1 the controller runs only if `(counter - gate.phase) % gate.every == 0`. On
-    other calls `loss` is a plain 0 with `active=False`. The decision depends only on counters, so all ranks
-    agree. Mode `accumulate` stores the detached inputs of skipped calls and returns the mean loss over them
-    and the current call.
+    Gate: with `gate.every` > 1 the controller runs on the first of every `gate.every` calls, in mode
+    `accumulate` on the last. On other calls `loss` is a plain 0 with `active=False`. The decision depends
+    only on counters, so all ranks agree. Mode `accumulate` stores the detached inputs of skipped calls and
+    returns the mean loss over them and the current call.
 
     Stages: `joint` (default), and `frozen` for a controller that was trained before (loss 0; scores still
     available).
@@ -63,8 +63,9 @@ class LensObjective(nn.Module):
         """Return whether the next call runs the controller."""
         if self.stage == "frozen":
             return False
-        counter = self.micro_steps if self.config.gate.unit == "micro" else self.optimizer_steps
-        return (counter - self.config.gate.phase) % self.config.gate.every == 0
+        gate = self.config.gate
+        counter = self.micro_steps if gate.unit == "micro" else self.optimizer_steps
+        return counter % gate.every == (gate.every - 1 if gate.mode == "accumulate" else 0)
 
     def optimizer_step(self) -> None:
         """Count an optimizer step for the gate."""

@@ -55,7 +55,10 @@ KINDS = {
     "missing": "parameters without a gradient",
     "optimizer": "the same gradients, another update",
     "nothing": "every gradient is zero",
+    "shapes": "different parameters",
 }
+# Kinds that give no verdict.
+NO_VERDICT = ("random", "nothing", "shapes")
 
 
 @dataclass
@@ -103,9 +106,9 @@ class CutsProof:
         return any(row.is_split for row in self.rows)
 
     def closed(self) -> CutsProof:
-        """Give no verdict if random numbers explain every difference, or if every gradient is zero."""
+        """Give no verdict if all differences are of a kind that allows none."""
         bad = [row for row in self.rows if not row.same]
-        if self.problem is None and bad and all(row.kind in ("random", "nothing") for row in bad):
+        if self.problem is None and bad and all(row.kind in NO_VERDICT for row in bad):
             self.problem = f"cannot judge: {bad[0].cut} and {bad[0].against}: {bad[0].sentence}"
         return self
 
@@ -251,6 +254,10 @@ def compare_cuts(
     if lacking:
         return _classified(row, "missing", f"{lacking[0]} has a gradient in only one of them")
     names = list(mine.gradients)
+    for name in names:
+        shapes = [list(update.gradients[name].shape) for update in (mine, theirs)]
+        if shapes[0] != shapes[1]:
+            return _classified(row, "shapes", f"{name} has shapes {shapes[0]} and {shapes[1]}")
     a, b = stacked(mine.gradients, names), stacked(theirs.gradients, names)
     size = max(float(a.norm()), 1e-300)
     row.distance = float((a - b).norm()) / size

@@ -254,7 +254,7 @@ def prove_cuts(
         if row.kind == "optimizer":
             mine, theirs = (side[0].updates[row.step - 1] for side in (runs[0], runs[-1]))
             row.sentence = of_the_optimizer(mine, theirs, list(mine.changes), row.step)
-        elif not row.same and not row.is_split and row.kind != "nothing":
+        elif not row.same and not row.is_split and row.kind not in ("nothing", "shapes"):
             # Two values of a flag are two scripts: samples of other micro-batches cannot be the cause.
             row.kind, row.sentence = explain(
                 cuts[0],

@@ -38,7 +38,7 @@ def scored(seed=2):
 @pytest.mark.parametrize("mode", ["skip", "scale"])
 def test_gate_runs_on_counters_and_skips_the_controller(mode):
     batch, x = scored()
-    config = LensConfig(block_size=4, gate=GateConfig(every=3, phase=1, mode=mode))
+    config = LensConfig(block_size=4, gate=GateConfig(every=3, mode=mode))
     objective = LensObjective(config)
     calls, active = [], []
 
@@ -51,8 +51,8 @@ def test_gate_runs_on_counters_and_skips_the_controller(mode):
         active.append(result.active)
         if not result.active:
             assert result.loss.item() == 0 and not result.loss.requires_grad
-    assert active == [False, True, False, False, True, False, False] and len(calls) == 2
-    value = LensObjective(replace(config, gate=replace(config.gate, phase=0)))(controller, batch).loss
+    assert active == [True, False, False, True, False, False, True] and len(calls) == 3
+    value = LensObjective(config)(controller, batch).loss
     expected = lens_loss(x, batch, config).loss * (3 if mode == "scale" else 1)
     assert value.equal(expected)
 
@@ -69,7 +69,7 @@ def test_gate_by_optimizer_steps():
 
 def test_accumulate_averages_the_skipped_micro_steps():
     batches = [scored(seed) for seed in (2, 5, 8)]
-    config = LensConfig(block_size=4, gate=GateConfig(every=3, phase=2, mode="accumulate"))
+    config = LensConfig(block_size=4, gate=GateConfig(every=3, mode="accumulate"))
     objective = LensObjective(config)
     weight = torch.tensor(1.1, requires_grad=True)
 
@@ -166,7 +166,7 @@ def test_memory_is_measured_without_resetting_the_peak(monkeypatch):
 def test_inputs_go_to_the_controller_by_position_or_by_name():
     batch, x = scored()
     weight = torch.tensor(1.1, requires_grad=True)
-    gate = GateConfig(every=2, phase=1, mode="accumulate")
+    gate = GateConfig(every=2, mode="accumulate")
     losses = []
     for inputs in ((x, weight), {"raw": x, "factor": weight}):
         module = LensObjective(LensConfig(block_size=4, gate=gate))

@@ -221,6 +221,17 @@ def test_bad_input_of_same_update():
         same_update(lambda cut: None, ["a", "b"])
 
 
+def test_other_shapes_give_no_verdict():
+    def step(width: int) -> None:
+        model = nn.Linear(6, width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(4, 6)).sum().backward()
+        optimizer.step()
+
+    proof = same_update(step, [1, 2])
+    assert "cannot judge" in proof.sentence() and "weight has shapes [1, 6] and [2, 6]" in proof.sentence()
+
+
 def test_gradients_of_zero_give_no_verdict():
     def step(cut: int) -> None:
         model = nn.Linear(6, 3)
