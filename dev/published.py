@@ -67,7 +67,8 @@ METRICS = {
     "kernels_extra_mib": "MiB",
 }
 ABOUT = ("source", "date", "role", "class", "note", "url")
-OPTIONS = ("args", "note", "per_step", "mean_of", "without", "log", "url")
+# sets: the constant of the time model that was chosen with this row in view.
+OPTIONS = ("args", "note", "per_step", "mean_of", "without", "log", "url", "sets")
 _REQUEST = tuple(f.name for f in fields(Request) if f.name not in ("target", "args"))
 
 
@@ -104,6 +105,7 @@ def read_rows(folder: Path) -> list[Row]:
         for name, own in table.get("rows", {}).items():
             entries = {**common, **own}
             _check(f"{path.name}: row {name!r}", entries)
+            entries.pop("sets", None)
             digest = _digest([shared, code, json.dumps(entries, sort_keys=True)])
             rows.append(Row(name, path, entries, digest))
     names = [row.name for row in rows]
@@ -132,6 +134,8 @@ def _check(where: str, entries: Data) -> None:
         raise BadInput(f"{where}: unknown entry {unknown[0]!r}; known: {', '.join(sorted(known))}")
     if entries["role"] not in ROLES:
         raise BadInput(f"{where}: role: expected {' or '.join(ROLES)}, got {entries['role']!r}")
+    if "sets" in entries and entries["role"] == "blind":
+        raise BadInput(f"{where}: role: a row that sets {entries['sets']} is a development row, got 'blind'")
     if not any(name in entries for name in METRICS):
         raise BadInput(f"{where}: expected a published figure: {', '.join(METRICS)}")
     if "per_s" in entries and "per_step" not in entries:

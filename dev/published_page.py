@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from leanstep.rehearse.time_model import CHIPS
+
 Data = dict[str, Any]
 
 TEMPLATE = Path(__file__).with_name("published_template.md")
@@ -38,6 +40,29 @@ def blind_figures(results: Sequence[Data]) -> list[tuple[Data, Data]]:
     return [(r, f) for r in results if r["role"] == "blind" for f in r["first"]["figures"]]
 
 
+def interval_class(result: Data) -> str:
+    """The class of `time_model.WIDTHS` that a step of this row has."""
+    return next((name for name in ("compiled", "convolutions") if name in result["class"]), "eager")
+
+
+def blind_widths(results: Sequence[Data]) -> dict[tuple[str, str], tuple[int, float]]:
+    """(device, class) -> blind steps and the factor that contains 80% of their first predictions.
+
+    Devices with the same chip share their rows; fewer than three rows give no factor.
+    """
+    factors: dict[tuple[tuple[str, ...], str], list[float]] = defaultdict(list)
+    for result, figure in blind_figures(results):
+        if figure["unit"] == "ms" and result["class"] != "kernels":
+            chip = next((chip for chip in CHIPS if result["device"] in chip), (result["device"],))
+            factors[chip, interval_class(result)].append(factor_of(figure["ratio"]))
+    return {
+        (device, kind): (len(group), math.ceil(100 * percentile(group, 0.8) - 1e-9) / 100)
+        for (chip, kind), group in factors.items()
+        if len(group) >= 3
+        for device in chip
+    }
+
+
 def summary_lines(results: Sequence[Data]) -> list[str]:
     figures: dict[str, list[Data]] = defaultdict(list)
     for result, figure in blind_figures(results):
@@ -51,6 +76,13 @@ def summary_lines(results: Sequence[Data]) -> list[str]:
         inside = [figure["inside"] for figure in group if "inside" in figure]
         share = f"{100 * sum(inside) / len(inside):.0f}%" if inside else "–"
         lines.append(f"| {kind} | {len(group)} | {ratio:.2f} | {middle:.2f} | {most:.2f} | {share} |")
+    return lines
+
+
+def interval_lines(results: Sequence[Data]) -> list[str]:
+    lines = ["| device | class | blind steps | factor |", "|---|---|---|---|"]
+    for (device, kind), (count, width) in sorted(blind_widths(results).items()):
+        lines.append(f"| {device} | {kind} | {count} | {width:.2f} |")
     return lines
 
 
@@ -126,6 +158,7 @@ def page(results: Sequence[Data]) -> str:
     minutes = sum(result["seconds"] for result in rows) / 60
     return TEMPLATE.read_text(encoding="utf-8").format(
         summary="\n".join(summary_lines(results)),
+        intervals="\n".join(interval_lines(results)),
         steps=section(steps),
         speedrun=section(logs),
         kernels=section(kernels),

@@ -16,6 +16,7 @@ PUBLISHED = {
     "source": "https://github.com/linkedin/Liger-Kernel/blob/main/benchmark/data/all_benchmark_data.csv",
     "date": "2024-2026",
     "role": "development",
+    "sets": "RATES.stream of NVIDIA; the sustained rate of the 4090 and the 3090",
     "class": "kernels",
     "steps": 1000,
     "rows": {

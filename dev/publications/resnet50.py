@@ -11,6 +11,7 @@ PUBLISHED = {
     "source": "https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/Classification/ConvNets/resnet50v1.5",
     "date": "2020-2022",
     "role": "development",
+    "sets": "RATES.conv of NVIDIA",
     "class": "convolutions",
     "rows": {
         "resnet50-a100-tf32": {"args": "256 tf32 nchw", "device": "a100", "per_step": 256, "per_s": 938},

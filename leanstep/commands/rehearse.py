@@ -198,7 +198,7 @@ def _rows(
         args = sweep.with_value(request.args, name, value)
         return verdict.judge(run_request(replace(request, args=args), json, quiet=True), [device], points=1)
 
-    return sweep.run(values, judge, show)
+    return sweep.run(values, judge, show, sweep.start(request.args, name))
 
 
 def _devices(names: str | None, machine: str | None) -> list[Device]:

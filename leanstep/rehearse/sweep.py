@@ -25,24 +25,39 @@ def parse(text: str) -> tuple[str, list[str] | None]:
 
 def with_value(args: Sequence[str], name: str, value: str) -> tuple[str, ...]:
     """Replace the argument's value where it is given (`--name v`, `--name=v`, `name=v`), else append it."""
-    wanted = name.strip("-").replace("_", "-")
     out = list(args)
-    for i, word in enumerate(out):
+    at = _given(args, name)
+    if at is None:
+        return (*out, name if name.startswith("-") else f"--{name}", value)
+    key, equals, _ = out[at].partition("=")
+    out[at] = f"{key}={value}" if equals else value
+    return tuple(out)
+
+
+def _given(args: Sequence[str], name: str) -> int | None:
+    """Return the index of the word that holds the argument's value."""
+    wanted = name.strip("-").replace("_", "-")
+    for i, word in enumerate(args):
         key, equals, _ = word.partition("=")
-        if key.lstrip("-").replace("_", "-") != wanted:
-            continue
-        if equals:
-            out[i] = f"{key}={value}"
-            return tuple(out)
-        if word.startswith("-") and i + 1 < len(out):
-            out[i + 1] = value
-            return tuple(out)
-    prefix = "" if name.startswith("-") else "--"
-    return (*out, f"{prefix}{name}", value)
+        if key.lstrip("-").replace("_", "-") == wanted:
+            if equals:
+                return i
+            if word.startswith("-") and i + 1 < len(args):
+                return i + 1
+    return None
 
 
-def run(values: list[str] | None, judge: Callable[[str], Data], show: Callable[[Data], None]) -> list[Data]:
-    """Rehearse each value, or search for the largest that fits, and return a row per value.
+def start(args: Sequence[str], name: str) -> int:
+    """Return where a search begins: at the value that the command line has, which the script takes."""
+    at = _given(args, name)
+    text = args[at].partition("=")[2] or args[at] if at is not None else ""
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
+def run(
+    values: list[str] | None, judge: Callable[[str], Data], show: Callable[[Data], None], first: int = 1
+) -> list[Data]:
+    """Rehearse each value, or search for the largest that fits from `first` on, and return a row per value.
 
     judge: rehearses one value and returns its report. show: called with each row.
     """
@@ -60,7 +75,7 @@ def run(values: list[str] | None, judge: Callable[[str], Data], show: Callable[[
 
     if values is not None:
         return [row(value) for value in values]
-    low, high, guess = 0, 0, 1
+    low, high, guess = 0, 0, first
     while not high or high - low > 1:
         if row(str(guess))["fits"]:
             low = guess

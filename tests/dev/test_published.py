@@ -8,6 +8,8 @@ import pytest
 from rehearse.rehearsed import stub_or_skip
 from tool_loader import load_tool
 
+from leanstep.rehearse.time_model import BLIND_WIDTHS
+
 published = load_tool("published")
 page = published.published_page
 
@@ -49,6 +51,20 @@ def test_the_page_and_the_readme_are_those_of_the_results():
     assert published.PAGE.read_text(encoding="utf-8") == page.page(results)
     for name, link in published.QUOTED.items():
         assert page.quoted(results, link) in (published.ROOT / name).read_text(encoding="utf-8")
+
+
+def test_intervals_are_those_of_blind_rows():
+    widths = page.blind_widths(published.load_results())
+    assert {key: width for key, (_, width) in widths.items()} == dict(BLIND_WIDTHS)
+
+
+def test_a_row_that_sets_a_rate_is_not_blind(folder):
+    script = folder / "tiny.py"
+    script.write_text(SCRIPT.replace('"role": "blind"', '"role": "blind", "sets": "RATES.stream"'))
+    with pytest.raises(published.BadInput, match="a row that sets RATES"):
+        published.read_rows(folder)
+    script.write_text(script.read_text().replace('"role": "blind"', '"role": "development"'))
+    assert published.read_rows(folder)
 
 
 def test_a_row_is_rehearsed_and_compared(folder):

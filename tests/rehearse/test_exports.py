@@ -110,7 +110,7 @@ def test_an_argument_is_replaced_or_appended(args, name, got):
     assert sweep.with_value(args, name, "8") == got
 
 
-def searched(largest: int, takes=lambda value: True) -> tuple[list[int], list[int]]:
+def searched(largest: int, takes=lambda value: True, first: int = 1) -> tuple[list[int], list[int]]:
     """The values that fit and all that were tried, for a script that `takes` some values only."""
     asked = []
 
@@ -132,7 +132,7 @@ def searched(largest: int, takes=lambda value: True) -> tuple[list[int], list[in
             "steps": 3,
         }
 
-    rows = sweep.run(None, judge, lambda row: None)
+    rows = sweep.run(None, judge, lambda row: None, first)
     return [int(row["value"]) for row in rows if row["fits"]], asked
 
 
@@ -141,6 +141,15 @@ def test_the_search_ends_at_the_largest_value_that_fits(largest):
     fits, asked = searched(largest)
     assert (fits[-1] if fits else 0) == largest and largest + 1 in asked
     assert len(asked) <= 12
+
+
+@pytest.mark.parametrize("first", [1, 16, 17, 18, 500])
+def test_the_search_begins_at_the_value_of_the_command_line(first):
+    fits, asked = searched(17, first=first)
+    assert asked[0] == first and fits[-1] == 17 and 18 in asked
+    assert sweep.start(("--batch-size", str(first)), "batch_size") == first
+    assert sweep.start((f"batch={first}",), "batch") == first
+    assert sweep.start(("--batch", "auto"), "batch") == sweep.start((), "batch") == 1
 
 
 @pytest.mark.parametrize(

@@ -226,8 +226,8 @@ def _device_answers(tape: Tape, device: Any) -> None:
     )
     torch.version.cuda = torch.version.cuda or "12.8"
     if not torch.distributed.is_nccl_available():  # asked before bf16 training and for DDP's bf16 hook
-        torch.distributed.is_nccl_available = lambda: True
-        torch.cuda.nccl.version = lambda: (2, 27, 5)
+        _set(torch.distributed, is_nccl_available=lambda: True)
+        _set(sys.modules["torch.cuda.nccl"], version=lambda: (2, 27, 5))
     _set_cudnn()
     torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript's fused kernels need a real device
     # nn.DataParallel on the one device.
