@@ -76,7 +76,31 @@ COMPARED |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in
 COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Pow: "*"}
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "amax": "amin", "amin": "amax"}
 # Name of a survivor -> why no test needs to notice the change.
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "leanstep/muon/polar.py iterate, comparison: rows > cols -> rows >= cols": (
+        "a square matrix may be multiplied from either side"
+    ),
+    "leanstep/muon/update.py update, constant: 1 -> (1 + 1) (5)": (
+        "all tensors of a piece hold the same number of matrices"
+    ),
+    'leanstep/prove/functions.py _run, condition: layout == "strided" and drawn.dim() > 1'
+    ' -> (not (layout == "strided" and drawn.dim() > 1))': (
+        "the other layouts get the strided upstream gradients: the same functions fail"
+    ),
+    "leanstep/prove/functions.py _judge, constant: 0.0 -> (0.0 + 1) (3)": (
+        "the bound of a gradient that should not exist decides nothing"
+    ),
+    "leanstep/prove/invariance.py _variants, constant: 0 -> (0 + 1)": ("any row alone is as good a variant"),
+    "leanstep/rehearse/cuda_allocator.py memory_of, constant: 240 -> (240 + 1)": (
+        "how many points a chart has is free"
+    ),
+    "leanstep/rehearse/cuda_allocator.py _timeline, constant: 1 -> (1 + 1) (3)": (
+        "the height before the first event: any number below zero"
+    ),
+    "leanstep/rehearse/cuda_allocator.py _timeline, comparison: now > best[0] -> now >= best[0]": (
+        "of equal peaks any one will do"
+    ),
+}
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ SMOKE = (
     "tests/prove/test_difference.py",
     "tests/prove/test_functions.py",
     "tests/prove/test_invariance.py",
+    "tests/prove/test_sharded.py::test_drift_moves_the_seeds_and_pairs_the_runs",
     "tests/prove/test_stopwatch.py::test_a_pair_is_measured_in_turns",
     # Two rehearsals that many tests look at, and those of the allocator's limit.
     "tests/rehearse/test_out_of_memory.py",

@@ -275,7 +275,7 @@ def test_memory_holds_one_tile_and_no_full_logits(monkeypatch):
         ({"scale": float("nan")}, "head.scale: expected a finite number > 0"),
         ({"scale": -1.0}, "head.scale: expected a finite number > 0"),
         ({"temperature": 1e-45}, "temperature: expected a value > 0"),
-        ({"temperature": torch.tensor([1.0, -1.0, 1.0])}, "temperature: expected values > 0"),
+        ({"temperature": torch.tensor([1.0, 0.0, 1.0])}, "temperature: expected values > 0"),
         ({"chunk_rows": 0}, "chunk_rows: expected at least 1"),
         ({"vocab_total": 8}, "vocab_total: expected 1 to 7 columns"),
         ({"entropy": True}, "entropy: expected none, metric or grad"),

@@ -16,6 +16,7 @@ from leanstep.lens import (
     Variant,
     check_variant_counts,
 )
+from leanstep.lens.batch import real_cells
 
 CONFIG = LensConfig(block_size=2, max_lod=1)
 
@@ -116,3 +117,10 @@ def test_variant_counts():
             check_variant_counts(counts, 13, 2)
     with pytest.raises(ValueError, match="5 pairs from 6 variants, expected at most 4"):
         check_variant_counts([3, 1, 2], 3, 2, num_pairs=5)
+
+
+def test_rows_of_one_length_need_no_mask():
+    cpu = torch.device("cpu")
+    assert real_cells([3, 3], cpu) is None and real_cells([], cpu) is None
+    mask = real_cells([1, 2], cpu)
+    assert mask is not None and mask.tolist() == [[True, False], [True, True]]

@@ -127,6 +127,32 @@ def random_batch(num_samples=3, num_variants=4, tokens=96, block=4, max_lod=2, s
     return LensBatch.from_variants(samples, config, num_tokens=tokens)
 
 
+def test_correlations_with_the_advantage_are_torchs_own():
+    batch, config = random_batch(seed=3), LensConfig(block_size=4)
+    x = torch.randn(batch.pos.shape, dtype=torch.float64).tanh()
+    read = lens_loss(x, batch, config).metrics.read()
+    scores = x.masked_fill(~batch.valid, torch.nan)
+    of_rows = {
+        "mean": scores.nanmean(1),
+        "max": scores.nan_to_num(-torch.inf).amax(1),
+        "min": scores.nan_to_num(torch.inf).amin(1),
+    }
+    advantage = batch.loss.double() - batch.loss.double().gather(1, batch.baseline[:, None])
+    known = ~advantage.isnan()
+    assert known.sum() > 4
+    for name, values in of_rows.items():
+        pairs = torch.stack([values[batch.row][known], advantage[known]])
+        expected = torch.corrcoef(pairs)[0, 1].item()
+        assert read[f"mc/preference_corr_{name}"] == pytest.approx(expected, rel=1e-9), name
+
+
+def test_one_context_has_no_advantage_and_is_counted():
+    config = LensConfig(block_size=4)
+    batch = LensBatch.from_variants([[Variant([0, 1], [0, 0], 1.0, True)]], config, num_tokens=2)
+    read = lens_loss(torch.zeros(batch.pos.shape), batch, config).metrics.read()
+    assert read["mc/lod_count/0"] == 2 and read["mc/adv_delta_mean"] is None
+
+
 EVERY_TERM = {
     "budget_smooth_weight": 0.3,
     "kl_weight": 0.7,

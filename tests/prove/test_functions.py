@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from leanstep.cli import run
 from leanstep.prove import prove_functions
+from leanstep.prove.functions import _set_values
 
 IDS = torch.arange(24) % 37
 
@@ -49,6 +50,7 @@ WRONG = {
     "detached": (lambda h, w, y: plain(h.detach(), w, y), "the gradient of hidden is missing on every draw"),
     "zero": (lambda h, w, y: plain(h.detach() + 0 * h, w, y), "the gradient of hidden is exactly zero"),
     "strided": (Lost.apply, "the gradient of hidden is missing on 2 of 9 draws (strided; strided, bf16)"),
+    "a row": (lambda h, w, y: plain(torch.cat([h[:1].detach(), h[1:]]), w, y), "in 1 of 24 rows"),
     "not finite": (
         lambda h, w, y: -(h @ w.t()).softmax(-1).log()[torch.arange(len(h)), y[: len(h)]],
         "not finite",
@@ -198,6 +200,12 @@ def test_functions_that_draw_other_numbers_are_not_judged():
     assert proof.sentence().startswith("cannot judge: the functions draw random numbers; without dropout")
     proof = prove_functions(lambda x: x + torch.randn(()), lambda x: torch.rand(1) * 0 + x + torch.randn(()))
     assert proof.sentence().startswith("cannot judge") and proof.problem
+
+
+def test_confident_scores_are_those_of_the_labels():
+    scores, ids = torch.randn(6, 5), torch.arange(6) % 5
+    _set_values([scores], [ids], "confident")
+    assert torch.equal(scores.argmax(-1), ids) and scores.softmax(-1).amax(-1).min() > 0.99
 
 
 def test_inputs_are_not_changed_by_a_draw():

@@ -135,6 +135,14 @@ def test_the_reserved_memory_of_pytorch_issue_123548(text: str, version: str, cy
     assert reserved[100] <= cycle_100
 
 
+def test_a_block_above_the_split_limit_is_taken_by_requests_that_reach_it():
+    settings = Settings.read("max_split_size_mb:20", "2.9.0")
+    events, storages = log((0, 30 * MIB), (0, 0), (1, 20 * MIB))
+    assert replay(events, storages, settings=settings).reserved == 30 * MIB
+    events, storages = log((0, 30 * MIB), (0, 0), (1, 18 * MIB))
+    assert replay(events, storages, settings=settings).reserved == 48 * MIB
+
+
 def test_any_order_of_frees_ends_with_whole_segments():
     draw = random.Random(0)
     allocator, held, live = CachingAllocator(), {}, 0
