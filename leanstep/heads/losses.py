@@ -3,15 +3,18 @@
 Each objective is its formula on vectors of log-probs (or on a block of logits), next to the `linear_`
 function that evaluates it from hidden states. `linear_policy_loss` runs the loops of logprob.py one chunk of
 rows at a time and forms its gradients in the forward pass; cross-entropy and preferences compose
-`linear_logprobs`; distillation and label smoothing are row functions for `rowwise`.
+`linear_logprobs`; distillation and label smoothing are row functions with their gradients for `rowwise`.
 """
 
 # T rows · N selected rows · B, S sequences · P pairs · D model · V vocabulary
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Sequence
+from functools import wraps
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -50,7 +53,8 @@ from leanstep.heads.logprob import (
     rows_in_gradient,
 )
 from leanstep.heads.parallel import first_order_only, resolve_group
-from leanstep.heads.rowwise import rowwise
+from leanstep.heads.rowwise import apply_rowwise
+from leanstep.triton_driver import can_launch
 
 # --- cross-entropy ---
 
@@ -121,13 +125,8 @@ def linear_cross_entropy(
             targets, None, len(targets), local_columns(len(unpack_head(head).weight), None, vocab_total)[2]
         )
 
-        def smoothed(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            z = z[:, :vocab_total]
-            log_p = _LogSoftmax.apply(z)
-            logp, even = log_p.gather(1, y[:, None])[:, 0], log_p.mean(-1)
-            return -(1 - label_smoothing) * logp - label_smoothing * even, torch.logsumexp(z, -1)
-
-        losses, lse = rowwise(smoothed, flat, head, targets, rows=rows)
+        functions = _smoothed(label_smoothing, vocab_total, hidden.is_cuda)
+        losses, lse = apply_rowwise(*functions, flat, head, (targets,), rows)
     else:
         out = linear_logprobs(flat, head, targets, rows=rows, group=group, vocab_total=vocab_total)
         losses, lse = -out.logp, out.lse
@@ -140,6 +139,62 @@ def linear_cross_entropy(
     if reduction == "mean":
         return losses.sum() / counts.sum()
     return losses.new_zeros(labels.numel()).index_add(0, rows, losses).view(labels.shape)
+
+
+@functools.lru_cache(8)
+def _smoothed(eps: float, vocab: int | None, on_gpu: bool) -> tuple[Any, Any]:
+    """Return the smoothed loss of rows of logits and their lse, and the gradient of both."""
+
+    def losses(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = z[:, :vocab]
+        log_p = torch.log_softmax(z, -1)
+        logp = log_p.gather(1, y[:, None])[:, 0]
+        return -(1 - eps) * logp - eps * log_p.mean(-1), torch.logsumexp(z, -1)
+
+    def gradient(z: Tensor, upstream: Any, y: Tensor) -> Tensor:
+        g, g_lse = (y.new_zeros(len(y), dtype=z.dtype) if x is None else x for x in upstream)
+        real = z[:, :vocab]
+        p = torch.softmax(real, -1)
+        # The target's 1 - p is summed over the others: near p = 1, a difference would lose its digits.
+        others = p.scatter(1, y[:, None], 0.0).sum(-1)
+        dz = p * (g + g_lse)[:, None] - (g * (eps / real.shape[1]))[:, None]
+        p_y = p.gather(1, y[:, None])[:, 0]
+        at = g_lse * p_y - g * others + g * eps * (1 - 1 / real.shape[1])
+        dz = dz.scatter(1, y[:, None], at[:, None])
+        padding = z.shape[1] - real.shape[1]
+        return torch.nn.functional.pad(dz, (0, padding)) if padding else dz
+
+    return compiled(losses, on_gpu), compiled(gradient, on_gpu)
+
+
+def compiled(function: Any, on_gpu: bool) -> Any:
+    """Return a function of a block of logits that Inductor fuses on a GPU; a CPU runs it as it is.
+
+    Compiled once for any number of rows and columns. If it cannot be compiled, it also runs as it is.
+    """
+    if not on_gpu or not can_launch():
+        return function
+    from torch._dynamo.exc import TorchDynamoException
+
+    fused, works = torch.compile(function, dynamic=True), True
+
+    @wraps(function)
+    def call(*tensors: Any) -> Any:
+        nonlocal works
+        if works:
+            try:
+                return fused(*tensors)
+            except TorchDynamoException as problem:
+                works = False
+                reason = str(problem).strip().splitlines() or [type(problem).__name__]
+                warnings.warn(
+                    f"torch.compile failed, {function.__qualname__} runs as separate kernels ({reason[0]})",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return function(*tensors)
+
+    return call
 
 
 def check_labels(name: str, labels: Any, shape: Sequence[int]) -> None:
@@ -747,41 +802,24 @@ def linear_distill_loss(
     per_row = [x.detach() for x in (teacher[:2] if isinstance(teacher, TeacherTopK) else teacher[:1])]
     if rows is not None and len(states) == total != n:
         per_row = [x.index_select(0, rows) for x in per_row]
-    logits_of = None
+    functions: tuple[Any, Any]
+    if isinstance(teacher, TeacherTopK):
+        functions = _top_k_rows(teacher.tail, divergence, temperature), None
+    else:
+        kind = divergence if isinstance(divergence, str) else tuple(divergence)
+        has_logits = isinstance(teacher, TeacherHead)
+        of_rows, gradient = functions = _full_rows(kind, float(temperature), has_logits, hidden.is_cuda)
     if isinstance(teacher, TeacherHead):
         logits_of = _frozen_head(teacher)
         own, theirs = (unpack_head(h).weight.shape for h in (head, teacher.head))
         if own[0] != theirs[0]:
             expected = f"[{own[0]}, D'] like the student's"
             raise ValueError(f"teacher.head: expected {expected}, got {tuple(theirs)}")
-
-    def of_rows(z: Tensor, *of_teacher: Tensor) -> tuple[Tensor, Tensor]:
-        if z.requires_grad:
-            # A row whose divergence is infinite gets no gradient.
-            z = z.view_as(z)
-            z.register_hook(lambda g: g.masked_fill(~finite[:, None], 0))
-        log_p = _LogSoftmax.apply(z if temperature == 1 else z / temperature)
-        with torch.no_grad():
-            entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)
-        if isinstance(teacher, TeacherTopK):
-            ids, log_q = of_teacher[0].long(), of_teacher[1].to(z.dtype)
-            if teacher.tail and ids.shape[1] < z.shape[1]:
-                # In fp64, because half-precision log-probs may leave a tail of a few 1e-4.
-                left = torch.log1p(-of_teacher[1].double().exp().sum(-1, keepdim=True).clamp(max=1.0))
-                log_q = torch.cat([log_q, left.to(z.dtype)], 1)
-                tail = torch.logsumexp(log_p.scatter(1, ids, -torch.inf), -1, keepdim=True)
-                log_p = torch.cat([log_p.gather(1, ids), tail], 1)
-            else:
-                log_p = log_p.gather(1, ids)
-        elif logits_of is not None:
-            log_q = torch.log_softmax(logits_of(of_teacher[0]).to(z.dtype) / temperature, -1)
-        else:
-            log_q = of_teacher[0].to(z.dtype)
-        values = row_divergence(log_p, log_q, divergence)
-        finite = values.detach().isfinite()
-        return values, entropy
-
-    values, entropy = rowwise(of_rows, hidden, head, *per_row, rows=rows)
+        functions = (
+            lambda z, h: of_rows(z, logits_of(h)),
+            lambda z, g, h: gradient(z, g, logits_of(h)),
+        )
+    values, entropy = apply_rowwise(*functions, hidden, head, per_row, rows)
     weights = torch.ones_like(values) if row_weights is None else row_weights.detach()
     weights = select("row_weights", weights, rows, total).to(values)
     if normalizer is None:
@@ -793,7 +831,83 @@ def linear_distill_loss(
         normalizer = normalizer.to(values)
     elif not normalizer > 0:
         raise ValueError(f"normalizer: expected a number > 0, got {normalizer}")
-    return DistillLoss(weighted_sum(values, weights / normalizer), values.detach(), entropy)
+    return DistillLoss(weighted_sum(values, weights / normalizer), values.detach(), entropy.detach())
+
+
+@functools.lru_cache(8)
+def _full_rows(
+    divergence: str | tuple[str, float], temperature: float, has_logits: bool, on_gpu: bool
+) -> tuple[Any, Any]:
+    """Return the divergence and entropy of rows of logits, and the gradient of the divergence.
+
+    `has_logits`: the teacher's rows are logits, not log-probs.
+    """
+    of_q, of_p, mix = _divergence_weights(divergence)
+
+    def log_probs(z: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = torch.log_softmax(z if temperature == 1 else z / temperature, -1)
+        teacher = teacher.to(z.dtype)
+        return log_p, torch.log_softmax(teacher / temperature, -1) if has_logits else teacher
+
+    def values(z: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        log_p, log_q = log_probs(z, teacher)
+        return row_divergence(log_p, log_q, divergence), _entropy(log_p)
+
+    def gradient(z: Tensor, upstream: Any, teacher: Tensor) -> Tensor:
+        # With D = sum_v f(p_v) and x = p f'(p), dz = x - p sum(x); multiples of p in x cancel.
+        log_p, log_q = log_probs(z, teacher)
+        p, q, impossible = log_p.exp(), log_q.exp(), None
+        if mix == 0.0:
+            x, impossible = -q, log_p == -torch.inf
+        elif mix == 1.0:
+            x = torch.where(p == 0, 0.0, p * (log_p - log_q))
+        else:
+            log_p, log_q = (y.clamp(min=-1e4) for y in (log_p, log_q))
+            above = log_p - torch.logaddexp(log_p + math.log(1.0 - mix), log_q + math.log(mix))
+            x = of_p * p * above
+            if of_q != mix:
+                x = x - (1.0 - mix) * above.exp() * (of_q * q + of_p * p)
+        # At the likeliest id, x and p sum(x) are nearly equal: their difference is summed over the others.
+        top = log_p.argmax(-1, keepdim=True)
+        p_top, x_top = p.gather(-1, top), x.gather(-1, top)
+        p_rest, x_rest = (y.scatter(-1, top, 0.0).sum(-1, keepdim=True) for y in (p, x))
+        dz = (x - p * (x_top + x_rest)).scatter(-1, top, x_top * p_rest - p_top * x_rest)
+        # A row whose divergence is infinite gets no gradient.
+        infinite = ~(x_top + x_rest).isfinite()
+        if impossible is not None:
+            infinite = infinite | (impossible & (q > 0)).any(-1, keepdim=True)
+        return (dz * (upstream[0][:, None] / temperature)).masked_fill(infinite, 0.0)
+
+    return compiled(values, on_gpu), compiled(gradient, on_gpu)
+
+
+def _top_k_rows(tail: bool, divergence: str | tuple[str, float], temperature: float) -> Any:
+    """Return the divergence of rows of logits to a teacher's top k, and their entropy."""
+
+    def values(z: Tensor, ids: Tensor, of_teacher: Tensor) -> tuple[Tensor, Tensor]:
+        if z.requires_grad:
+            # A row whose divergence is infinite gets no gradient.
+            z = z.view_as(z)
+            z.register_hook(lambda g: g.masked_fill(~finite[:, None], 0))
+        log_p = _LogSoftmax.apply(z if temperature == 1 else z / temperature)
+        entropy, ids, log_q = _entropy(log_p.detach()), ids.long(), of_teacher.to(z.dtype)
+        if tail and ids.shape[1] < z.shape[1]:
+            # In fp64, because half-precision log-probs may leave a tail of a few 1e-4.
+            left = torch.log1p(-of_teacher.double().exp().sum(-1, keepdim=True).clamp(max=1.0))
+            log_q = torch.cat([log_q, left.to(z.dtype)], 1)
+            rest = torch.logsumexp(log_p.scatter(1, ids, -torch.inf), -1, keepdim=True)
+            log_p = torch.cat([log_p.gather(1, ids), rest], 1)
+        else:
+            log_p = log_p.gather(1, ids)
+        of_rows = row_divergence(log_p, log_q, divergence)
+        finite = of_rows.detach().isfinite()
+        return of_rows, entropy
+
+    return values
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)
 
 
 class _LogSoftmax(torch.autograd.Function):

@@ -13,7 +13,7 @@ Write your own objective as the textbook formula; `linear_distill_loss` and labe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,22 @@ def rowwise(
     Peak extra memory: one block of logits (64 MiB on a CPU, 256 MiB on a GPU) and what `fn` makes of it; the
         sums of the gradients. Products (2 N D V FLOPs each): 4. Collectives: none; it takes no process group.
     """
+    return apply_rowwise(fn, None, hidden, head, per_row, rows)
+
+
+def apply_rowwise(
+    fn: Callable[..., Any],
+    gradient: Callable[..., Tensor] | None,
+    hidden: Tensor,
+    head: Any,
+    per_row: Sequence[Tensor],
+    rows: Tensor | None,
+) -> Any:
+    """Do what `rowwise` does; `gradient` replaces autograd.
+
+    gradient(logits, upstream, *per_row) returns the gradient of the logits from those of fn's results, which
+    are tensors or None.
+    """
     check_matrix("hidden", hidden)
     check_rows(rows, hidden)
     product, opened, index, tensors = open_rows(hidden, head, rows)
@@ -86,15 +102,15 @@ def rowwise(
         needs_grad,
     )
     single: list[bool] = []
-    results = _Rowwise.apply(fn, settings, single, per_row, index, *tensors)
+    results = _Rowwise.apply(fn, gradient, settings, single, per_row, index, *tensors)
     return results[0] if single[0] else results  # type: ignore[index]
 
 
 class _Rowwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, fn, settings, single, per_row, index, hidden, weight, bias, low, up):  # type: ignore[override]
+    def forward(ctx, fn, gradient, settings, single, per_row, index, hidden, weight, bias, low, up):  # type: ignore[override]
         device = hidden.device.type
-        ctx.fn, ctx.settings, ctx.per_row = fn, settings, per_row
+        ctx.fn, ctx.gradient, ctx.settings, ctx.per_row = fn, gradient, settings, per_row
         ctx.rng = torch.get_rng_state(), torch.cuda.get_rng_state(hidden.device) if hidden.is_cuda else None
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.save_for_backward(index, hidden, weight, bias, low, up)
@@ -107,7 +123,8 @@ class _Rowwise(torch.autograd.Function):
             z = _logits(loops, h, of_lora, of_cols)
             del h, of_lora
             # The first block shows what the results depend on.
-            with torch.set_grad_enabled(settings.needs_grad and differentiable is None):
+            traces = settings.needs_grad and differentiable is None and gradient is None
+            with torch.set_grad_enabled(traces):
                 outs = fn(z.requires_grad_(torch.is_grad_enabled()), *[x[rows] for x in per_row])
             single[:] = [isinstance(outs, Tensor)]
             outs = (outs,) if single[0] else tuple(outs)
@@ -115,7 +132,7 @@ class _Rowwise(torch.autograd.Function):
                 raise ValueError(f"fn: expected {len(z)} entries per result, got {[len(o) for o in outs]}")
             if differentiable is None:
                 _refuse_other_leaves(outs, z)
-                differentiable = [out.requires_grad for out in outs]
+                differentiable = [out.requires_grad or gradient is not None for out in outs]
             parts.append([out.detach() for out in outs])
         results = tuple(torch.cat(part) for part in zip(*parts, strict=True))
         flags = differentiable or []
@@ -127,7 +144,7 @@ class _Rowwise(torch.autograd.Function):
     @first_order_only
     def backward(ctx, *upstream):
         index, hidden, weight, bias, low, up = ctx.saved_tensors
-        needs, settings, (device, dtype, enabled) = ctx.needs_input_grad[5:], ctx.settings, ctx.autocast
+        needs, settings, (device, dtype, enabled) = ctx.needs_input_grad[6:], ctx.settings, ctx.autocast
         loops = _loops(settings, index, hidden, weight, bias, low, up)
         w, _, of_up = of_cols = loops.columns(slice(0, len(weight)))
         dw = loops.k.new_zeros(weight.shape) if needs[1] else None
@@ -142,19 +159,17 @@ class _Rowwise(torch.autograd.Function):
             for block in loops.tiles.blocks:
                 rows, [(_, h, of_lora)] = loops.operands(block)
                 z = _logits(loops, h, of_lora, of_cols)
-                with torch.enable_grad():
-                    outs = ctx.fn(z.requires_grad_(), *[x[rows] for x in ctx.per_row])
-                outs = (outs,) if isinstance(outs, Tensor) else outs
-                pairs = [
-                    (out, grad[rows])
-                    for out, grad in zip(outs, upstream, strict=True)
-                    if grad is not None and out.requires_grad
-                ]
-                if not pairs:
+                of_rows = [x[rows] for x in ctx.per_row]
+                given = tuple(None if g is None else g[rows] for g in upstream)
+                if all(g is None for g in given):
                     continue
-                results, grads = zip(*pairs, strict=True)
-                (dz,) = torch.autograd.grad(results, z, grads)
-                del outs, results, pairs
+                if ctx.gradient is None:
+                    dz = _differentiate(ctx.fn, z, given, of_rows)
+                else:
+                    with torch.no_grad():
+                        dz = ctx.gradient(z, given, *of_rows)
+                if dz is None:
+                    continue
                 with torch.no_grad(), torch.autocast(device, enabled=False):
                     if settings.softcap is not None:
                         t = z.detach() / settings.softcap
@@ -177,9 +192,23 @@ class _Rowwise(torch.autograd.Function):
         grads = (dh, dw, sums.bias, dlow, sums.up)
         inputs = (hidden, weight, bias, low, up)
         return (
-            *[None] * 5,
+            *[None] * 6,
             *[None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)],
         )
+
+
+def _differentiate(
+    fn: Callable[..., Any], z: Tensor, upstream: tuple[Tensor | None, ...], per_row: list[Tensor]
+) -> Tensor | None:
+    """Return the gradient of a block's logits by autograd; None if no result with a gradient has a graph."""
+    with torch.enable_grad():
+        outs = fn(z.requires_grad_(), *per_row)
+    outs = (outs,) if isinstance(outs, Tensor) else outs
+    pairs = [(out, g) for out, g in zip(outs, upstream, strict=True) if g is not None and out.requires_grad]
+    if not pairs:
+        return None
+    results, gradients = zip(*pairs, strict=True)
+    return torch.autograd.grad(results, z, gradients)[0]
 
 
 def _loops(settings: Settings, index, hidden, weight, bias, low, up) -> HeadLoops:  # type: ignore[no-untyped-def]

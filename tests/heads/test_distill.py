@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from leanstep.heads import Head, LoRA, TeacherHead, TeacherLogProbs, TeacherTopK, linear_distill_loss
+from leanstep.heads import (
+    Head,
+    LoRA,
+    TeacherHead,
+    TeacherLogProbs,
+    TeacherTopK,
+    linear_distill_loss,
+    losses,
+)
 from leanstep.heads.losses import row_divergence as divergence
 from leanstep.heads.reference import reference_distill, reference_logits, reference_top_k
 
@@ -296,3 +304,31 @@ def test_refusals(change, complaint):
     options = {"teacher": TeacherHead(far, wide), **change}
     with pytest.raises(ValueError, match=complaint):
         linear_distill_loss(hidden, weight, **options)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", [("jsd", 0.5), "forward_kl"], ids=str)
+def test_compiled_rows_equal_eager_rows(kind):
+    """As on a GPU: one graph serves blocks of several heights, and computes the values and the gradient."""
+    generator = torch.Generator().manual_seed(4)
+    for function, with_upstream in zip(losses._full_rows(kind, 1.3, True, False), (False, True), strict=True):
+        fused = losses.compiled(function, True)
+        for n in (16, 5, 7):
+            z, t, g = (torch.randn(*shape, generator=generator) for shape in ((n, 401), (n, 401), (n,)))
+            arguments = (z, (g, None), t) if with_upstream else (z, t)
+            torch.testing.assert_close(fused(*arguments), function(*arguments), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_cannot_be_compiled_run_as_they_are(monkeypatch):
+    def fails(function, **_):
+        def call(*_):
+            raise torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError("no compiler"), None)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", fails)
+    call = losses.compiled(torch.exp, True)
+    x = torch.randn(3, generator=torch.Generator().manual_seed(5))
+    with pytest.warns(RuntimeWarning, match="runs as separate kernels"):
+        assert torch.equal(call(x), x.exp())
+    assert torch.equal(call(x), x.exp())
