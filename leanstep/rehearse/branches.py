@@ -23,6 +23,11 @@ from leanstep.tape.lines import Line
 MOST_SKIPPED, MOST_DECIDED = 100, 1000
 _UPDATES = re.compile(r"(^|_)(steps?|backward|update|train\w*|optimi[sz]e)(_|$)")
 _READS = frozenset("bool float int item tolist any all isfinite isnan isinf".split())
+_COMPARES = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__")
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_COMPUTES = [f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r")]
+_COMPUTES += ["__neg__", "__pos__", "__abs__"]
+_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
 _TESTS = (ast.If, ast.While, ast.IfExp, ast.Assert)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -104,70 +109,32 @@ class Branches:
 def assumed_numbers(branches: Branches, here: Callable[[], Line | None]) -> Callable[[Any], Any]:
     """Turn a float or int into one that reports its comparisons; results of arithmetic with it do too."""
     kinds: dict[type, type] = {}
-    for number in (float, int):
-        kinds[number] = _reporting(number, kinds, branches, here)
-    _follow_math(tuple(kinds.values()), branches, here)
 
     def wrap(value: Any) -> Any:
         kind = kinds.get(type(value))
         return value if kind is None else kind(value)
 
-    return wrap
-
-
-def _reporting(
-    number: type, kinds: dict[type, type], branches: Branches, here: Callable[[], Line | None]
-) -> type:
-    def comparison(name: str) -> Any:
-        plain = getattr(number, name)
-
-        def compare(self: Any, *other: Any) -> Any:
-            outcome = plain(self, *other)
-            if outcome is not NotImplemented:
+    def compares(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def compare(x: Any, *others: Any) -> Any:
+            outcome = plain(x, *others)
+            if outcome is not NotImplemented and isinstance(x, tuple(kinds.values())):
                 branches.compared(here(), outcome)
             return outcome
 
         return compare
 
-    def arithmetic(name: str) -> Any:
-        plain = getattr(number, name)
+    def computes(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *others: wrap(plain(x, *others))
 
-        def compute(self: Any, *others: Any) -> Any:
-            result = plain(self, *others)
-            kind = kinds.get(type(result))
-            return result if kind is None else kind(result)
-
-        return compute
-
-    members: dict[str, Any] = {"__hash__": number.__hash__, "__slots__": ()}
-    for name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__"):
-        members[name] = comparison(name)
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-        members |= {f"__{side}{name}__": arithmetic(f"__{side}{name}__") for side in ("", "r")}
-    members |= {name: arithmetic(name) for name in ("__neg__", "__pos__", "__abs__")}
-    return type(f"assumed_{number.__name__}", (number,), members)
-
-
-def _follow_math(kinds: tuple[type, ...], branches: Branches, here: Callable[[], Line | None]) -> None:
-    """Treat `math.isfinite(loss)` and similar calls as comparisons."""
+    for number in (float, int):
+        members: dict[str, Any] = {"__hash__": number.__hash__, "__slots__": ()}
+        members |= {name: compares(getattr(number, name)) for name in _COMPARES}
+        members |= {name: computes(getattr(number, name)) for name in _COMPUTES}
+        kinds[number] = type(f"assumed_{number.__name__}", (number,), members)
     for name in ("isfinite", "isnan", "isinf"):
-        setattr(math, name, _followed(getattr(math, name), kinds, branches, here))
-
-
-def _followed(
-    plain: Callable[[Any], bool],
-    kinds: tuple[type, ...],
-    branches: Branches,
-    here: Callable[[], Line | None],
-) -> Callable[[Any], bool]:
-    @functools.wraps(plain)
-    def ask(x: Any, /) -> bool:
-        outcome = plain(x)
-        if isinstance(x, kinds):
-            branches.compared(here(), outcome)
-        return outcome
-
-    return ask
+        setattr(math, name, compares(getattr(math, name)))
+    return wrap
 
 
 # The source ---------------------------------------------------------------------------------------------
@@ -176,12 +143,13 @@ def _followed(
 @functools.cache
 def condition_at(line: Line) -> Condition | None:
     """Return the branch that a read at this line decides; None if the source shows none."""
-    tree = _tree(line.file)
-    if tree is None:
+    source = _source(line.file)
+    if source is None:
         return None
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    tests = [node for node in ast.walk(tree) if (test := _test(node)) is not None and _spans(test, line)]
-    node = min(tests, key=lambda node: _length(_test(node)), default=None) or _later_test(tree, parents, line)
+    parents, tests = source
+    around = [(node, test) for node, test in tests if _spans(test, line)]
+    node, _ = min(around, key=lambda pair: pair[1].end_lineno - pair[1].lineno, default=(None, None))
+    node = node or _later_test(parents, tests, line)
     if node is None:
         return None
     # A multi-line test begins on the first line of its statement.
@@ -190,51 +158,46 @@ def condition_at(line: Line) -> Condition | None:
 
 
 @functools.cache
-def _tree(file: str) -> ast.Module | None:
+def _source(file: str) -> tuple[dict[ast.AST, ast.AST], list[tuple[Any, Any]]] | None:
+    """Return the parent of each node of a file, and its branches with the expressions that they test."""
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except (SyntaxError, ValueError):
         return None
-
-
-def _test(node: ast.AST) -> ast.expr | None:
-    """Return the expression that a branch tests."""
-    if isinstance(node, _TESTS):
-        return node.test
-    return node.iter if isinstance(node, ast.For | ast.AsyncFor) else None
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    tests = [(node, node.test) for node in nodes if isinstance(node, _TESTS)]
+    return parents, [
+        *tests,
+        *((node, node.iter) for node in nodes if isinstance(node, ast.For | ast.AsyncFor)),
+    ]
 
 
 def _spans(node: Any, line: Line) -> bool:
     return node.lineno <= line.number <= node.end_lineno
 
 
-def _length(node: Any) -> int:
-    return node.end_lineno - node.lineno
-
-
-def _later_test(tree: ast.Module, parents: dict[ast.AST, ast.AST], line: Line) -> ast.AST | None:
+def _later_test(parents: dict[ast.AST, ast.AST], tests: list[tuple[Any, Any]], line: Line) -> Any:
     """For `ok = bool(loss.isfinite())`, return the first later branch of this function that tests `ok`."""
-    assigned = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr)
-        and _spans(node, line)
-        and _is_read(node.value)
-    ]
+    assigned = [node for node in parents if isinstance(node, _ASSIGNMENTS)]
+    assigned = [node for node in assigned if _spans(node, line) and _is_read(node.value)]
     if not assigned:
         return None
     statement = assigned[-1]
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    names = {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
-    scope = next(node for node in _outwards(statement, parents) if isinstance(node, _SCOPES))
+    names = {
+        n.id
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+        for n in ast.walk(target)
+        if isinstance(n, ast.Name)
+    }
+    scope = set(ast.walk(next(node for node in _outwards(statement, parents) if isinstance(node, _SCOPES))))
     later = [
-        node
-        for node in ast.walk(scope)
-        if (test := _test(node)) is not None
+        (test.lineno, node)
+        for node, test in tests
+        if node in scope
         and test.lineno > line.number
         and names & {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
     ]
-    return min(later, key=lambda node: _test(node).lineno, default=None)  # pyright: ignore
+    return min(later, key=lambda pair: pair[0], default=(0, None))[1]
 
 
 def _is_read(value: ast.expr | None) -> bool:

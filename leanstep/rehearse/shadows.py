@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from leanstep.rehearse.branches import Branches
 from leanstep.rehearse.kernel_costs import GEMM, Shape
@@ -72,9 +72,12 @@ def _is_view(func: Any) -> bool:
 
 def decides_alone(name: str) -> bool:
     """Whether a call's result may be known even if an operand is unknown."""
-    short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
-    known = (CHOICES, SPREAD, NOT_FINITE, COMPARISONS, ("or", "and"))
-    return any(name in names for names in known[:-1]) or short in known[-1]
+    return name in CHOICES | SPREAD | NOT_FINITE or name in COMPARISONS or _absorbing(name) is not None
+
+
+def _absorbing(name: str) -> bool | None:
+    """Return the operand that decides a logical call alone: True for `or`, False for `and`."""
+    return {"or": True, "and": False}.get(name.strip("_").removeprefix("bitwise_").removeprefix("logical_"))
 
 
 def is_assumed(value: Any) -> bool:
@@ -275,20 +278,13 @@ class Shadows:
         if not self.wraps_reads or isinstance(read, bool):
             self.branches.read(line, read)
 
-    def compare(
-        self,
-        func: Callable[..., bool],
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        line: Line | None,
-    ) -> bool:
+    def compare(self, call: Any) -> bool:
         """Return the result of `equal` or `allclose`: the true one if both tensors are known, else True."""
-        values = [self.get(a) if isinstance(a, Tensor) else a for a in args]
+        values = [self.get(a) if isinstance(a, Tensor) else a for a in call.args]
         if all(value is not None for value in values):
-            return func(*values, **kwargs)
-        self.assume(line, name, True)
-        self.branches.read(line, True)
+            return call.func(*values, **call.kwargs)
+        self.assume(call.place.line, call.name, True)
+        self.branches.read(call.place.line, True)
         return True
 
     def no_overflow(self, found_inf: Tensor, line: Line | None) -> None:
@@ -345,7 +341,7 @@ class Shadows:
         mutated: list[Tensor],
         line: Line | None,
     ) -> None:
-        """Run a call on the shadows if every operand has one; otherwise its results are unknown."""
+        """Set what is known of a call's results: computed on the shadows, assumed by a rule, or nothing."""
         flat, spec = tree_flatten((args, kwargs))
         operands = [x for x in flat if isinstance(x, Tensor)]
         values = [self.get(x) for x in operands]
@@ -365,20 +361,51 @@ class Shadows:
                     if out.shape == value.shape:
                         self.put(out, _marked_as(values, value))
                 return
-        alike = self._of_uniform(func, name, args, values) if len(outs) == 1 and not mutated else None
-        if alike is not None:
-            alike = alike.expand(outs[0].shape)
-            if alike.numel() <= SHADOW_ELEMENTS:  # a large one stays expanded: no memory, never written
-                alike = alike.clone(memory_format=torch.contiguous_format)
-            outs[0]._shadow = mark_assumed(alike)  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        if name in SPREAD and outs and values[0] is None:
-            chosen = spread_evenly(name, args, kwargs, outs[-1])
+        if not outs or not self._assumed(func, name, args, kwargs, values, outs, mutated, line):
+            for tensor in mutated:
+                self.forget(tensor)
+
+    def _assumed(
+        self,
+        func: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        values: Sequence[Tensor | None],
+        outs: list[FakeTensor],
+        mutated: list[Tensor],
+        line: Line | None,
+    ) -> bool:
+        """Set the result of a call on unknown values that a rule decides; False if none does."""
+        out, single = outs[-1], len(outs) == 1
+        small = single and out.numel() <= SHADOW_ELEMENTS
+        if single and not mutated:
+            alike = self._of_uniform(func, name, args, values)
+            if alike is not None:
+                alike = alike.expand(out.shape)
+                if small:  # a large one stays expanded: no memory, never written
+                    alike = alike.clone(memory_format=torch.contiguous_format)
+                out._shadow = mark_assumed(alike)  # pyright: ignore[reportAttributeAccessIssue]
+                return True
+            absorbing = _absorbing(name)
+            flags = [v for v in values if v is not None and v.dtype == torch.bool and v.numel()]
+            decides = torch.all if absorbing else lambda flag: not flag.any()
+            if small and absorbing is not None and any(bool(decides(flag)) for flag in flags):
+                self.put(out, torch.full(out.shape, absorbing, dtype=out.dtype, device="cpu"))
+                return True
+        if name in SPREAD and values[0] is None:
+            chosen = spread_evenly(name, args, kwargs, out)
             if chosen is not None:
                 self.assume(line, name, ASSUMED)
-                self.put(outs[-1], mark_assumed(chosen))
-                return
-        self._choose(name, values, operands, outs, mutated, line)
+                self.put(out, mark_assumed(chosen))
+                return True
+        if name in CHOICES and small:
+            scores = args[0]
+            index = min(CHOSEN_INDEX, max(0, (scores.shape[-1] if scores.dim() else 1) - 1))
+            self.assume(line, name, index)
+            self.put(out, mark_assumed(torch.full(out.shape, index, dtype=out.dtype, device="cpu")))
+            return True
+        return False
 
     def _of_uniform(
         self, func: Any, name: str, args: Sequence[Any], values: Sequence[Tensor | None]
@@ -450,38 +477,6 @@ class Shadows:
             self._drawn = torch.get_rng_state()
             torch.set_rng_state(host)
 
-    def _choose(
-        self,
-        name: str,
-        values: list[Tensor | None],
-        operands: list[Tensor],
-        outs: list[FakeTensor],
-        mutated: list[Tensor],
-        line: Line | None,
-    ) -> None:
-        single = len(outs) == 1 and outs[0].numel() <= SHADOW_ELEMENTS
-        if name in CHOICES and single:
-            last = max(0, (operands[0].shape[-1] if operands and operands[0].dim() else 1) - 1)
-            chosen = min(CHOSEN_INDEX, last)
-            self.assume(line, name, chosen)
-            self.put(
-                outs[0], mark_assumed(torch.full(outs[0].shape, chosen, dtype=outs[0].dtype, device="cpu"))
-            )
-            return
-        # An absorbing operand (True for `or`, False for `and`) decides alone: a length limit ends a loop.
-        short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
-        if short in ("or", "and") and single and not mutated:
-            for value in values:
-                if value is None or value.dtype != torch.bool or not value.numel():
-                    continue
-                if bool(value.all()) if short == "or" else not bool(value.any()):
-                    self.put(
-                        outs[0], torch.full(outs[0].shape, short == "or", dtype=outs[0].dtype, device="cpu")
-                    )
-                    return
-        for tensor in mutated:
-            self.forget(tensor)
-
     def masks_to_rows(self, indices: Sequence[Any], line: Line | None) -> list[Any]:
         """Convert boolean indices to integer ones (without a shadow: every element)."""
         rows = []
@@ -508,29 +503,22 @@ class Shadows:
         self.put(tensor, value)
         return tensor
 
-    def dynamic(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        line: Line | None,
-    ) -> list[Record]:
+    def dynamic(self, call: Any) -> list[Record]:
         """Return the outputs of a call in `DYNAMIC`.
 
         Without shadows, every element counts as selected and every value as different.
         """
-        host_args = [self.get(a) if isinstance(a, Tensor) else a for a in args]
-        host_kwargs = {k: self.get(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-        pairs = [*zip(args, host_args, strict=True), *((v, host_kwargs[k]) for k, v in kwargs.items())]
-        if all(value is not None for tensor, value in pairs if isinstance(tensor, Tensor)):
-            real = func(*host_args, **host_kwargs)
+        operands = tensors_in((call.args, call.kwargs))
+        values = [self.get(t) for t in operands]
+        if all(value is not None for value in values):
+            real_of = dict(zip(map(id, operands), values, strict=True))
+            args, kwargs = tree_map_only(Tensor, lambda t: real_of[id(t)], (call.args, call.kwargs))
+            real = call.func(*args, **kwargs)
             real = real if isinstance(real, (tuple, list)) else (real,)
-            operands = [value for _, value in pairs if isinstance(value, Tensor)]
-            return [(r.shape, r.dtype, _marked_as(operands, r)) for r in real]
-        self.assume(line, name, "all elements")
-        arguments = named_arguments(func, args, kwargs)
-        return [(shape, dtype, None) for shape, dtype in DYNAMIC[name](arguments)]
+            return [(r.shape, r.dtype, _marked_as(values, r)) for r in real]
+        self.assume(call.place.line, call.name, "all elements")
+        arguments = named_arguments(call.func, call.args, call.kwargs)
+        return [(shape, dtype, None) for shape, dtype in DYNAMIC[call.name](arguments)]
 
 
 def _is_uniform(value: Tensor) -> bool:
@@ -574,20 +562,6 @@ Arguments = Mapping[str, Any]
 Sizes = list[tuple[Sequence[int], torch.dtype]]
 
 
-def _nonzero(arguments: Arguments) -> Sizes:
-    x = arguments["self"]
-    return [((x.numel(), x.dim()), torch.int64)]
-
-
-def _masked_select(arguments: Arguments) -> Sizes:
-    x, mask = arguments["self"], arguments["mask"]
-    return [((max(x.numel(), mask.numel()),), x.dtype)]
-
-
-def _repeat_interleave(arguments: Arguments) -> Sizes:
-    return [((arguments["output_size"] or arguments["repeats"].numel(),), torch.int64)]
-
-
 def _bincount(arguments: Arguments) -> Sizes:
     x, weights = arguments["self"], arguments["weights"]
     dtype = torch.int64
@@ -602,19 +576,17 @@ def _unique(arguments: Arguments) -> Sizes:
     x, dim = arguments["self"], arguments.get("dim")
     if dim is None:
         return [((x.numel(),), x.dtype), (x.shape, torch.int64), ((x.numel(),), torch.int64)]
-    length = x.shape[dim]
-    return [(x.shape, x.dtype), ((length,), torch.int64), ((length,), torch.int64)]
+    return [(x.shape, x.dtype), *[((x.shape[dim],), torch.int64)] * 2]
 
 
 # Call -> sizes of its outputs if every element is selected and every value is different.
 DYNAMIC: dict[str, Callable[[Arguments], Sizes]] = {
-    "nonzero": _nonzero,
-    "masked_select": _masked_select,
-    "repeat_interleave": _repeat_interleave,
+    "nonzero": lambda named: [((named["self"].numel(), named["self"].dim()), torch.int64)],
+    "masked_select": lambda named: [
+        ((max(named["self"].numel(), named["mask"].numel()),), named["self"].dtype)
+    ],
+    "repeat_interleave": lambda named: [((named["output_size"] or named["repeats"].numel(),), torch.int64)],
     "bincount": _bincount,
-    "_unique": lambda arguments: _unique(arguments)[:2],
-    "_unique2": _unique,
-    "unique_dim": _unique,
-    "unique_consecutive": _unique,
-    "unique_dim_consecutive": _unique,
+    "_unique": lambda named: _unique(named)[:2],
+    **dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _unique),
 }

@@ -64,7 +64,7 @@ WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", 
 WAITS = {"scalar": "item"}
 # Floats in a real host tensor; larger ones stay fake, they go to the device later.
 MOST_ON_HOST = 1 << 30
-# Events between two checks of whether the program makes updates.
+# Events, or calls on host tensors, between two checks of whether the program makes updates.
 CHECKED_EVERY = 1024
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -151,6 +151,7 @@ class Tape(TorchDispatchMode):
         self.update_replayed: Callable[[Any], None] = lambda groups: None  # a graph with an update ran
         self._held: list[events.Event] | None = None
         self.num_events = 0  # of the whole run, over all event lists
+        self.num_host_calls = 0
         self.check_progress: Callable[[], None] = lambda: None
         self.collective: Any = None  # tapes a c10d call; set with the simulated torch.distributed
         self._names: dict[Any, str] = {}
@@ -492,6 +493,9 @@ class Tape(TorchDispatchMode):
 
     def _on_host(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], where: Any) -> Any:
         """Run a host call; a large tensor that will be copied to the device stays fake."""
+        self.num_host_calls += 1
+        if not self.num_host_calls % CHECKED_EVERY:
+            self.check_progress()
         large = name in FACTORIES and math.prod(args[0]) > MOST_ON_HOST
         if large and kwargs.get("dtype") in FLOATS and str(where) != "meta":
             if "generator" in kwargs:  # overloads that take a generator need the keyword
@@ -560,7 +564,7 @@ class Tape(TorchDispatchMode):
 
     def _compare(self, call: DeviceCall) -> bool:
         self._wait_for(call, call.args)
-        return self.shadows.compare(call.func, call.name, call.args, call.kwargs, call.place.line)
+        return self.shadows.compare(call)
 
     def _index(self, call: DeviceCall) -> Any:
         """Convert a boolean mask to row numbers, which the host must count; one value is a masked fill."""
@@ -601,7 +605,7 @@ class Tape(TorchDispatchMode):
         if not reads:
             return NotImplemented
         self._wait_for(call, reads)
-        records = self.shadows.dynamic(call.func, call.name, call.args, call.kwargs, call.place.line)
+        records = self.shadows.dynamic(call)
         device = call.args[0].device
         outs = [self.shadows.fresh(shape, dtype, device, value) for shape, dtype, value in records]
         launched = kernels(call.name, [shape_of(t) for t in reads], [shape_of(t) for t in outs], {})

@@ -15,9 +15,8 @@ from leanstep import units
 from leanstep.rehearse import iterations, what_if
 from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
 from leanstep.rehearse.devices import Device
-from leanstep.rehearse.events import Event, Extrapolated, Kernel, Launch, Recording, Step
+from leanstep.rehearse.events import Extrapolated, Launch, Recording, Step
 from leanstep.rehearse.time_model import Clock, Timing
-from leanstep.tape.lines import Line
 from leanstep.tape.marks import ROLLOUT
 from leanstep.units import gib, ms
 
@@ -26,28 +25,25 @@ GIB = 2**30
 SCHEMA = 1
 _STATUS = {"steps": "ok", "early": "ended early", "refused": "stopped"}
 LINES = 40
+_OWNER = ("line", "when", "category", "bytes", "storages", "largest")
+_PHASE = ("kernels", "calls", "flops", "peak_bytes")
 _MOST_ASIDE = 4
 _SHARD_RANKS = (2, 4, 8, 16, 32, 64)
 Data = dict[str, Any]
 
 
-def judge(
-    recording: Recording, devices: Sequence[Device], points: int = 240, eager: Recording | None = None
-) -> Data:
-    """Return the JSON object of a recording: the first device in full, the others as a comparison.
-
-    eager: the same program rehearsed without torch.compile, to compare with the compiled step time.
-    """
+def judge(recording: Recording, devices: Sequence[Device], points: int = 240) -> Data:
+    """Return the JSON object of a recording: the first device in full, the others as a comparison."""
     device = devices[0]
     memory = memory_of(recording, device.memory_bytes, device.context_bytes, points)
     step = what_if.timed_step(recording, device)
     timing = what_if.update_step(recording, device, step=step)
-    iteration = iterations.last_iteration(recording, device)
+    refused = recording.refused
     report: Data = {
         "schema": SCHEMA,
         "leanstep": leanstep.__version__,
         "status": _STATUS[recording.ended],
-        "reason": recording.refused.reason if recording.refused is not None else "",
+        "reason": refused.reason if refused is not None else "",
         "default_device": recording.request.default_device,
         "device": device.key,
         "device_name": device.name,
@@ -61,30 +57,22 @@ def judge(
         "predicted": True,
         "requested_steps": recording.request.steps,
         "memory": _memory(memory),
-        "time": _time(recording, device, timing, eager),
+        "time": _time(recording, device, timing),
         "aside": _aside(recording, device),
-        "iteration": _iteration(recording, iteration),
+        "iteration": _iteration(recording, iterations.last_iteration(recording, device)),
         "lines": _lines(recording, device, step),
-        "host_syncs": [
-            {"line": g.line, "kind": g.kind, "count": g.count, "saved_ms": g.saved_ms}
-            for g in what_if.sync_gains(recording, device, timing)
-        ],
+        "host_syncs": [vars(gain) for gain in what_if.sync_gains(recording, device, timing)],
         "what_if": _what_if(recording, device, memory, timing),
         "devices": [
             _summary(device, memory, timing),
             *(_summary(other, *_on(recording, other)) for other in devices[1:]),
         ],
-        "assumed": [
-            {"line": place(a.line), "kind": a.kind, "count": a.count, "value": a.value}
-            for a in recording.assumed
-        ],
+        "assumed": [{**a._asdict(), "line": place(a.line)} for a in recording.assumed],
         "branches": [{**b._asdict(), "line": place(b.line)} for b in recording.branches],
         "notes": [f"{note} ({count})" if count > 1 else note for note, count in recording.notes.items()],
         "batches": recording.batches,
-        "refused": None,
+        "refused": {"line": place(refused.line), "reason": refused.reason} if refused is not None else None,
     }
-    if recording.refused is not None:
-        report["refused"] = {"line": place(recording.refused.line), "reason": recording.refused.reason}
     report["verdict"] = verdict(report)
     return report
 
@@ -100,26 +88,15 @@ def _memory(memory: Memory) -> Data:
         "advice": memory.advice,
         "at": {"step": memory.step, "line": memory.line},
         "category_bytes": memory.categories,
-        "owners": [
-            {
-                "line": o.line,
-                "when": o.when,
-                "category": o.category,
-                "bytes": o.nbytes,
-                "storages": o.storages,
-                "largest": o.largest,
-            }
-            for o in memory.owners[:40]
-        ],
+        "owners": [dict(zip(_OWNER, owner, strict=True)) for owner in memory.owners[:40]],
         "timeline": [{"event": event, **by} for event, by in memory.timeline],
     }
 
 
-def _time(
-    recording: Recording, device: Device, timing: Timing | None, eager: Recording | None
-) -> Data | None:
+def _time(recording: Recording, device: Device, timing: Timing | None) -> Data | None:
     if timing is None:
         return None
+    by_type = timing.flops.by_type
     entry = {
         "step_ms": timing.step_s * 1e3,
         "interval_ms": [t * 1e3 for t in timing.interval_s],
@@ -133,13 +110,12 @@ def _time(
         "host_syncs": timing.waits,
         "flops": timing.flops.model,
         "mfu": timing.mfu(device),
-        "mfu_dtype": _product_dtype(timing),
+        # Of most of the model's FLOPs.
+        "mfu_dtype": max(by_type, key=lambda name: by_type[name], default="bfloat16"),
         "class_ms": {k: v * 1e3 for k, v in sorted(timing.classes.items(), key=lambda item: -item[1])},
         "compiled": bool(recording.regions),
     }
-    if recording.regions:
-        entry["eager_ms"] = eager_ms(eager, device) if eager is not None else None
-    return entry
+    return {**entry, "eager_ms": None} if recording.regions else entry
 
 
 def eager_ms(recording: Recording, device: Device) -> float | None:
@@ -162,23 +138,20 @@ def _aside(recording: Recording, device: Device) -> list[Data]:
     ]
 
 
-def _rollout_of(recording: Recording, iteration: iterations.Iteration) -> str:
-    """Return "none", "priced" or "not priced" (vLLM and similar tools run it in a separate engine)."""
-    if not recording.iterations:
-        return "none"
-    return "priced" if any(entry.phase == ROLLOUT for entry in iteration.phases) else "not priced"
-
-
 def _iteration(recording: Recording, iteration: iterations.Iteration | None) -> Data | None:
-    """Return rollout, scoring and update; None for a script that only makes updates."""
+    """Return rollout, scoring and update; None for a script that only makes updates.
+
+    rollout: "none", "priced" or "not priced" (vLLM and similar tools run it in a separate engine).
+    """
     if iteration is None:
         return None
     recorded, extrapolated = recording.model_calls
+    priced = any(entry.phase == ROLLOUT for entry in iteration.phases)
     return {
         "ms": iteration.seconds * 1e3,
         "steps": len(iteration.steps),
         "whole": iteration.whole,
-        "rollout": _rollout_of(recording, iteration),
+        "rollout": "none" if not recording.iterations else "priced" if priced else "not priced",
         "last_step_has_rollout": iterations.has_rollout(recording, recording.steps[-1]),
         "model_calls": recorded + extrapolated,
         "extrapolated_calls": extrapolated,
@@ -188,30 +161,23 @@ def _iteration(recording: Recording, iteration: iterations.Iteration | None) -> 
                 "ms": entry.seconds * 1e3,
                 "device_ms": entry.device_s * 1e3,
                 "host_ms": entry.host_s * 1e3,
-                "kernels": entry.kernels,
-                "calls": entry.calls,
                 "host_syncs": entry.waits,
-                "flops": entry.flops,
-                "peak_bytes": entry.peak_bytes,
+                **{name: getattr(entry, name) for name in _PHASE},
             }
             for entry in iteration.phases
         ],
     }
 
 
-def _product_dtype(timing: Timing) -> str:
-    """Return the operand type of most of the model's FLOPs."""
-    by_type = timing.flops.by_type
-    return max(by_type, key=lambda name: by_type[name], default="bfloat16")
-
-
 def _lines(recording: Recording, device: Device, step: Step | None) -> list[Data]:
     clock = Clock(device)
     times: dict[str, float] = {}
     counts: Counter[str] = Counter()
-    events = what_if.update_events(recording, step) if step is not None else ()
-    for event in events:
-        for where, kernel, repeats in _kernels(event):
+    for event in what_if.update_events(recording, step) if step is not None else ():
+        parts: Iterable[Any] = event.parts if isinstance(event, Extrapolated) else ()
+        if isinstance(event, Launch):
+            parts = [(event.line, kernel, 1) for kernel in event.kernels]
+        for where, kernel, repeats in parts:
             line = place(where)
             times[line] = times.get(line, 0.0) + repeats * clock.price(kernel)
             counts[line] += repeats * kernel.launches
@@ -219,13 +185,6 @@ def _lines(recording: Recording, device: Device, step: Step | None) -> list[Data
         {"line": line, "device_ms": time * 1e3, "kernels": counts[line]}
         for line, time in sorted(times.items(), key=lambda item: -item[1])[:20]
     ]
-
-
-def _kernels(event: Event) -> Iterable[tuple[Line | None, Kernel, int]]:
-    """Return the kernels of an event, each with its line and count."""
-    if isinstance(event, Extrapolated):
-        return event.parts
-    return [(event.line, kernel, 1) for kernel in event.kernels] if isinstance(event, Launch) else ()
 
 
 def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timing | None) -> Data:
@@ -290,22 +249,15 @@ def verdict(report: Data) -> str:
             parts.append(f"the script ended after {report['steps']} of {report['requested_steps']} steps")
         if report["iterations"]:
             parts.append(f"recorded: {units.steps(report['steps'], report['iterations'])}")
-        parts += _resting_updates(report["branches"])
+        if decides := list(dict.fromkeys(b["line"] for b in report["branches"] if b["decides_update"])):
+            more = f" and {len(decides) - 1} more" if len(decides) > 1 else ""
+            parts.append(f"updates depend on an assumed value at {decides[0]}{more}")
     elif report["refused"] is not None:
         stopped = f"stopped at {report['refused']['line']}: {report['refused']['reason']}"
         parts = [stopped] if memory["fits"] else [*parts, stopped]
     else:
         parts.append(f"the script ended after {report['steps']} steps; two are needed for a step time")
     return f"predicted on {report['device']}: " + "; ".join(parts)
-
-
-def _resting_updates(branches: Sequence[Data]) -> list[str]:
-    """Name the lines where an assumed value decided whether an update happened."""
-    lines = list(dict.fromkeys(b["line"] for b in branches if b["decides_update"]))
-    if not lines:
-        return []
-    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-    return [f"updates depend on an assumed value at {lines[0]}{more}"]
 
 
 def _iteration_text(iteration: Data) -> str:
@@ -320,12 +272,7 @@ def _iteration_text(iteration: Data) -> str:
     return f"an iteration of {steps} {ms(iteration['ms'])}: {phases}{without}"
 
 
-_BOUND = {
-    "device": "device",
-    "host": "host",
-    "syncs": "sync",
-    "link": "communication",
-}
+_BOUND = {"device": "device", "host": "host", "syncs": "sync", "link": "communication"}
 
 
 # What makes it fit -----------------------------------------------------------------------------------
@@ -374,23 +321,18 @@ def text(report: Data) -> str:
     lines += _time_lines(report)
     lines += _phase_lines(report["iteration"])
     lines += _what_if_lines(report)
-    tail = []
-    if report["branches"]:
-        first = "; ".join(
-            f"{b['line']} `{b['code'][:60]}` with {b['value']} (x{b['count']})"
-            + (" decides an update" if b["decides_update"] else "")
-            for b in report["branches"][:2]
-        )
-        more = len(report["branches"]) - 2
-        tail.append(
-            f"branches on assumed values  {first}" + (f"; {more} more in the JSON" if more > 0 else "")
-        )
-    if report["assumed"]:
-        first = "; ".join(
-            f"{a['kind']} = {a['value']} at {a['line']} (x{a['count']})" for a in report["assumed"][:2]
-        )
-        more = len(report["assumed"]) - 2
-        tail.append(f"assumed values  {first}" + (f"; {more} more in the JSON" if more > 0 else ""))
+    branches = [
+        f"{b['line']} `{b['code'][:60]}` with {b['value']} (x{b['count']})"
+        + (" decides an update" if b["decides_update"] else "")
+        for b in report["branches"]
+    ]
+    assumed = [f"{a['kind']} = {a['value']} at {a['line']} (x{a['count']})" for a in report["assumed"]]
+    tail = [
+        f"{label}  {'; '.join(entries[:2])}"
+        + (f"; {len(entries) - 2} more in the JSON" if len(entries) > 2 else "")
+        for label, entries in (("branches on assumed values", branches), ("assumed values", assumed))
+        if entries
+    ]
     # Notes about code that was not counted as requested come first.
     notes = sorted(report["notes"], key=lambda note: "counted as eager code" not in note)
     tail += [f"note  {note}" for note in notes[:3]]

@@ -126,10 +126,19 @@ def test_a_repeated_micro_batch_equals_one_that_runs(tmp_path: Path, name: str) 
     assert short.peak_bytes == whole.peak_bytes
 
 
-def test_ranks_that_reduce_their_gradients_repeat_too(tmp_path: Path) -> None:
-    start = "import torch.distributed as dist\ndist.init_process_group('nccl')\n"
-    update = "    for p in model.parameters(): dist.all_reduce(p.grad)\n    optimizer.step()"
-    text = start + LOOP.replace("    optimizer.step()", update)
+RANKS = {
+    "by hand": LOOP.replace(
+        "    optimizer.step()",
+        "    for p in model.parameters(): dist.all_reduce(p.grad)\n    optimizer.step()",
+    ),
+    "ddp": "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+    + LOOP.replace("        out =", "        model.require_backward_grad_sync = micro == 5\n        out ="),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_micro_batches_of_many_ranks_repeat_until_gradients_are_reduced(tmp_path: Path, name: str) -> None:
+    text = "import torch.distributed as dist\ndist.init_process_group('nccl')\n" + RANKS[name]
     whole = recorded(tmp_path, text, ranks=8, every_call=True)
     short = recorded(tmp_path, text, ranks=8)
     assert repeated(whole) == 0 and repeated(short) >= 6

@@ -27,38 +27,23 @@ from leanstep.rehearse.shadows import device_tensors, shape_of, storage_key
 from leanstep.rehearse.tape import Tape
 
 # DistributedDataParallel's defaults: a small first bucket, so that the first reduction starts early.
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-# c10d call -> collective; the payload is the larger of its input and output.
-COLLECTIVES = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "reduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "gather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-    "scatter_": "broadcast",
+FIRST_BUCKET_BYTES = 1 << 20
+# Name of the hook by which its gradients arrive.
+REDUCES = "leanstep_bucket_arrived"
+# Collective -> c10d calls; the payload is the larger of a call's input and output.
+_NAMES = {
+    "all_reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced "
+    "all_reduce_coalesced_ reduce_",
+    "all_gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ all_gather_into_tensor "
+    "all_gather_into_tensor_out all_gather_into_tensor_coalesced gather_",
+    "reduce_scatter": "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor reduce_scatter_tensor_out "
+    "reduce_scatter_tensor_coalesced reduce_scatter_tensor_coalesced_",
+    "broadcast": "broadcast broadcast_ scatter_",
     "send": "send",
-    "recv_": "receive",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
+    "receive": "recv_",
+    "all_to_all": "alltoall_ alltoall_base_ all_to_all_single",
 }
+COLLECTIVES = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
 def install(tape: Tape, ranks: int) -> None:
@@ -72,8 +57,7 @@ def install(tape: Tape, ranks: int) -> None:
     def init_process_group(backend: str | None = None, *_: Any, **kwargs: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        size = int(os.environ.get("WORLD_SIZE") or (kwargs.get("world_size") or ranks))
-        size = max(1, size)
+        size = max(1, int(os.environ.get("WORLD_SIZE") or kwargs.get("world_size") or ranks))
         if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
             # Before 2.13, only this torch tool registers fake implementations of the collectives.
             importlib.import_module("torch.distributed._tools.fake_collectives")
@@ -196,16 +180,12 @@ def _answer_objects() -> None:
     ) -> None:
         scatter_object_output_list[0] = scatter_object_input_list[0]
 
-    dist.all_gather_object = all_gather_object
-    dist.gather_object = gather_object
-    dist.scatter_object_list = scatter_object_list
-
     def recv_object_list(*_: Any, **__: Any) -> None:
         raise Refused("recv_object_list: the object exists only on another rank")
 
-    dist.broadcast_object_list = lambda *_, **__: None
-    dist.send_object_list = lambda *_, **__: None
-    dist.recv_object_list = recv_object_list
+    dist.all_gather_object, dist.gather_object = all_gather_object, gather_object
+    dist.scatter_object_list, dist.recv_object_list = scatter_object_list, recv_object_list
+    dist.broadcast_object_list = dist.send_object_list = lambda *_, **__: None
 
 
 # The reduction of the last `all_reduce` call.
@@ -418,9 +398,6 @@ def _ddp_class(tape: Tape) -> type[torch.nn.Module]:
             finally:
                 self.require_backward_grad_sync = before
 
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            return super().state_dict(*args, **kwargs)
-
     return DistributedDataParallel
 
 
@@ -455,6 +432,7 @@ class _Bucket:
             if owner.require_backward_grad_sync:
                 self._arrived(p)
 
+        arrived.__name__ = REDUCES
         for p in self.params:
             p.register_post_accumulate_grad_hook(arrived)
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from leanstep.rehearse.answers.process_group import REDUCES
 from leanstep.rehearse.events import Alloc, Event, Extrapolated, Free, HostWait, Kernel, Launch, Product
 from leanstep.rehearse.lines import WORKSPACE, Place
 from leanstep.rehearse.plans import uses_tf32
@@ -499,15 +500,15 @@ class _Family:
             # A cache or a container was created: a series may begin after it.
             self.series = Series()
             return
-        found = Pattern.of(output, before, tape)
+        described = Pattern.of(output, before, tape)
         launches = [e for e in span if isinstance(e, Launch)]
         plain = bool(launches) and not any(e.region for e in launches)
         plain = plain and not any(isinstance(e, Extrapolated) for e in span)
         plain = plain and before.structure == after.structure and not any(_hooks(before.module))
-        if found is None or found[2] or not plain:
+        if described is None or described[2] or not plain:
             self.usable = False
             return
-        self.pattern, new, _ = found
+        self.pattern, new, _ = described
         sizes = tuple(size for tensor in new for size in tensor.shape)
         self.series.add(RecordedCall.of(span, before.sizes, after.sizes, sizes))
         self.outputs = [(t.dim(), t.dtype, t.device) for t in new]
@@ -718,11 +719,11 @@ class _Pass:
     def watch(self, output: Any, state: State) -> bool:
         """Describe the output, and watch its gradients; False if it cannot be built again."""
         tape = self.tape
-        found = Pattern.of(output, state, tape) if tape.recording.events is self.events else None
-        if found is None:
+        described = Pattern.of(output, state, tape) if tape.recording.events is self.events else None
+        if described is None:
             return False
         self.last = len(self.events)
-        self.pattern, new, _ = found
+        self.pattern, new, _ = described
         for tensor in new:
             number = tape.number_of(tensor)
             if number is None or (tensor.requires_grad and tensor.grad_fn is None):
@@ -757,7 +758,7 @@ class _Pass:
             return False
         self.forward, self.backward = events[self.first : self.last], events[self.start :]
         # What the end of the call frees, such as the casts of autocast; its output ends by itself.
-        outputs = {made.storage for made in self.outputs}
+        outputs = {output.storage for output in self.outputs}
         inside = {event.storage for event in self.forward if isinstance(event, Alloc)} - outputs
         between = events[self.last : self.start]
         self.forward += [e for e in between if isinstance(e, Free) and e.storage in inside]
@@ -850,15 +851,15 @@ class _Run:
         built: list[Tensor] = []
         bases: dict[int, Tensor] = {}
         with _disable_current_modes(), torch.inference_mode(False):
-            for made in outputs:
-                if made.storage not in bases:
-                    elements = made.nbytes // made.dtype.itemsize
-                    bases[made.storage] = torch.empty(elements, dtype=made.dtype, device="meta")
-                element = torch.empty(0, dtype=made.dtype, device="meta")
-                storage = bases[made.storage].untyped_storage()
-                element.set_(storage, made.offset, made.shape, made.stride)  # pyright: ignore[reportArgumentType]
-                tensor = FakeTensor(self.tape.fake_mode, element, made.device)
-                number = self.numbers[made.storage]
+            for output in outputs:
+                if output.storage not in bases:
+                    elements = output.nbytes // output.dtype.itemsize
+                    bases[output.storage] = torch.empty(elements, dtype=output.dtype, device="meta")
+                element = torch.empty(0, dtype=output.dtype, device="meta")
+                storage = bases[output.storage].untyped_storage()
+                element.set_(storage, output.offset, output.shape, output.stride)  # pyright: ignore[reportArgumentType]
+                tensor = FakeTensor(self.tape.fake_mode, element, output.device)
+                number = self.numbers[output.storage]
                 if number in self.own:
                     self.own.discard(number)
                     self.tape.bind(tensor, number)
@@ -900,9 +901,9 @@ class _Repeated(torch.autograd.Function):
         outputs = run.known.outputs
         built = run.tensors(outputs)
         freed = {event.storage for event in run.known.backward if isinstance(event, Free)}
-        for made, tensor in zip(outputs, built, strict=True):
-            if made.storage in freed:
-                run.held[made.storage] = tensor.untyped_storage()
+        for output, tensor in zip(outputs, built, strict=True):
+            if output.storage in freed:
+                run.held[output.storage] = tensor.untyped_storage()
         ctx.mark_non_differentiable(*(t for m, t in zip(outputs, built, strict=True) if not m.differentiable))
         return tuple(built)
 
@@ -928,6 +929,9 @@ def _has_code_of_program(module: torch.nn.Module) -> bool:
         code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
         if code is not None and judge_code(code.co_filename, code.co_name) & USER:
             return True
-    return any(
-        p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters()
-    )
+    for p in module.parameters():
+        after = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+        # DistributedDataParallel's do nothing inside `no_sync`; outside, they launch a collective.
+        if p._backward_hooks or any(getattr(hook, "__name__", "") != REDUCES for hook in after.values()):
+            return True
+    return False
