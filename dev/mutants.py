@@ -80,9 +80,6 @@ REASONS: dict[str, str] = {
     "leanstep/muon/polar.py iterate, comparison: rows > cols -> rows >= cols": (
         "a square matrix may be multiplied from either side"
     ),
-    "leanstep/muon/update.py update, constant: 1 -> (1 + 1) (5)": (
-        "all tensors of a piece hold the same number of matrices"
-    ),
     'leanstep/prove/functions.py _run, condition: layout == "strided" and drawn.dim() > 1'
     ' -> (not (layout == "strided" and drawn.dim() > 1))': (
         "the other layouts get the strided upstream gradients: the same functions fail"

@@ -42,7 +42,7 @@ def test_an_error_on_one_rank_fails(run_ranks):
 
 def test_a_hang_fails(run_ranks):
     with pytest.raises(AssertionError, match="not done after"):
-        run_ranks(2, hang, timeout=8)
+        run_ranks(2, hang, timeout=3)
 
 
 def test_a_rank_that_computes_does_not_hang(run_ranks):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from prove.captured_scripts import job
 
+from leanstep.prove import compare
 from leanstep.prove.compare import prove_drift
 from leanstep.prove.script_jobs import run_job
 from leanstep.prove.sketches import distance
@@ -44,3 +47,21 @@ def test_drift_moves_the_seeds_and_pairs_the_runs():
         run_job(job("policy.py", steps=1, seed=seed), fork=True)[0].updates[0].loss for seed in (1000, 2000)
     ]
     assert first[0] != first[1]
+
+
+def test_every_pair_of_a_drift_has_a_seed_of_its_own(monkeypatch):
+    seeds = []
+
+    def losses(asked, fork):
+        seeds.append(asked.seed)
+        final = 1.0 + 0.5 * (len(seeds) % 2) + 0.001 * len(seeds) ** 2
+        return [SimpleNamespace(error=None, updates=[SimpleNamespace(loss=2.0), SimpleNamespace(loss=final)])]
+
+    monkeypatch.setattr(compare, "run_job", losses)
+    before, after = job("policy.py"), job("policy.py")
+    better = prove_drift(after, before, runs=3)
+    assert seeds == [1000, 1000, 2000, 2000, 3000, 3000] and better["steps"] == 2
+    assert better["first_divergence"] == 1 and better["shift"] < 0 and better["ok"]
+    seeds[:] = [0]
+    worse = prove_drift(before, after, runs=3)
+    assert worse["shift"] > 0 and not worse["ok"]
