@@ -468,9 +468,7 @@ class HeadLoops:
         for number, block in enumerate(tiles.blocks):
             whole, operands = self.operands(block)
             adds = sums.accumulate or number > 0
-            dhs, dlows = (
-                [None] * cores if g is None else g.begin(whole, cores) for g in (sums.hidden, sums.low)
-            )
+            dhs, dlows = ([] if g is None else g.begin(whole, cores) for g in (sums.hidden, sums.low))
 
             def job(core: int, operands=operands, adds=adds, dhs=dhs, dlows=dlows, whole=whole) -> None:  # type: ignore[no-untyped-def]
                 scratch = self.k.new_empty(tiles.high * _aligned(tiles.wide))
@@ -495,14 +493,14 @@ class HeadLoops:
                         if of_allowed is not None:
                             pairs.add(du, rows, cols, of_allowed)  # type: ignore[union-attr]
                         inner = slice(rows.start - whole.start, rows.stop - whole.start)
-                        if dhs[core] is not None:
+                        if dhs:
                             multiply_(dhs[core][inner], du, w, add=True)
                         if dw_cols is not None:
                             multiply_(dw_cols, du.t(), h, add=rows.start > whole.start or (writes and adds))
                         if sums.bias is not None:
                             column_sums = du.sum(0, dtype=acc)
                             sums.bias[cols] += column_sums if unit is None else column_sums * unit
-                        if dlows[core] is not None:
+                        if dlows:
                             multiply_(dlows[core][inner], du, up, add=True)
                         if sums.up is not None:
                             product = multiply_(torch.empty_like(sums.up[cols]), du.t(), low)
@@ -697,8 +695,8 @@ def reduce_over_ranks(*gradients: RowGradient | None) -> list[Tensor | None]:
     present = [g for g in gradients if g is not None]
     if not present or present[0].group is None:
         return [None if g is None else g.total for g in gradients]
-    totals = [g.total for g in present]
-    both = torch.cat(totals, 1) if len(totals) == 2 else totals[0]  # type: ignore[arg-type]
+    totals = [g.whole() for g in present]
+    both = torch.cat(totals, 1) if len(totals) == 2 else totals[0]
     dist.all_reduce(both, group=present[0].group)
     split = iter(both.split([g.x.shape[1] for g in present], 1))
     results: list[Tensor | None] = []
