@@ -37,8 +37,8 @@ from leanstep.output_buffers import check_output_buffer
 Entropy = Literal["none", "metric", "grad"]
 
 # Bytes of a tile of logits. On a CPU there is one per core, and it stays in the core's cache. On a GPU, it is
-# half as large for fp32 products, which are slower than its memory.
-CPU_TILE_BYTES, GPU_TILE_BYTES = 1 << 20, 376 << 20
+# a quarter as large for fp32 products, which are slower than its memory.
+CPU_TILE_BYTES, GPU_TILE_BYTES = 1 << 20, 752 << 20
 # Rows per block on a CPU; dW is read and written once per block.
 CPU_BLOCK_ROWS = 4096
 # Multiply-adds per core, from which on a part of the columns per core is faster than torch's threads.
@@ -110,7 +110,7 @@ def linear_logprobs(
         main_grad: [V, D]; the weight's gradient is added to it and not returned.
         chunk_rows: at most this many rows per tile of logits; None: chosen.
 
-    Peak extra memory: one tile (1 MiB per core on a CPU; 376 MiB on a GPU, half of it for fp32 products); a
+    Peak extra memory: one tile (1 MiB per core on a CPU; 752 MiB on a GPU, a quarter for fp32 products); a
         block of rows (4,096 on a CPU) and its gradient in fp32, once per core; dW from the forward on. For
         16-bit weights all N rows are one block, or dW is summed in fp32, whichever is smaller.
     Products (2 N D V FLOPs each): 3 for the rows whose logits fit the memory of dW, 4 for the others; 1
@@ -267,7 +267,7 @@ def choose_tiles(
     `fit`: rows of logits that the memory of dW holds. `narrow`: dW has 16 bits per number.
     """
     on_gpu = passes.on_gpu(device)
-    size = (GPU_TILE_BYTES * 2 // settings.product.itemsize if on_gpu else CPU_TILE_BYTES) // 4
+    size = (GPU_TILE_BYTES // (settings.product.itemsize // 2) ** 2 if on_gpu else CPU_TILE_BYTES) // 4
     if on_gpu:
         # Four times as wide as high, because a block of rows is copied. Sizes fill whole thread blocks.
         high = fit if n <= fit else max(int(size**0.5) // 512 * 256, 1)
@@ -468,9 +468,7 @@ class HeadLoops:
         for number, block in enumerate(tiles.blocks):
             whole, operands = self.operands(block)
             adds = sums.accumulate or number > 0
-            dhs, dlows = (
-                [None] * cores if g is None else g.begin(whole, cores) for g in (sums.hidden, sums.low)
-            )
+            dhs, dlows = ([] if g is None else g.begin(whole, cores) for g in (sums.hidden, sums.low))
 
             def job(core: int, operands=operands, adds=adds, dhs=dhs, dlows=dlows, whole=whole) -> None:  # type: ignore[no-untyped-def]
                 scratch = self.k.new_empty(tiles.high * _aligned(tiles.wide))
@@ -495,14 +493,14 @@ class HeadLoops:
                         if of_allowed is not None:
                             pairs.add(du, rows, cols, of_allowed)  # type: ignore[union-attr]
                         inner = slice(rows.start - whole.start, rows.stop - whole.start)
-                        if dhs[core] is not None:
+                        if dhs:
                             multiply_(dhs[core][inner], du, w, add=True)
                         if dw_cols is not None:
                             multiply_(dw_cols, du.t(), h, add=rows.start > whole.start or (writes and adds))
                         if sums.bias is not None:
                             column_sums = du.sum(0, dtype=acc)
                             sums.bias[cols] += column_sums if unit is None else column_sums * unit
-                        if dlows[core] is not None:
+                        if dlows:
                             multiply_(dlows[core][inner], du, up, add=True)
                         if sums.up is not None:
                             product = multiply_(torch.empty_like(sums.up[cols]), du.t(), low)
@@ -697,8 +695,8 @@ def reduce_over_ranks(*gradients: RowGradient | None) -> list[Tensor | None]:
     present = [g for g in gradients if g is not None]
     if not present or present[0].group is None:
         return [None if g is None else g.total for g in gradients]
-    totals = [g.total for g in present]
-    both = torch.cat(totals, 1) if len(totals) == 2 else totals[0]  # type: ignore[arg-type]
+    totals = [g.whole() for g in present]
+    both = torch.cat(totals, 1) if len(totals) == 2 else totals[0]
     dist.all_reduce(both, group=present[0].group)
     split = iter(both.split([g.x.shape[1] for g in present], 1))
     results: list[Tensor | None] = []

@@ -530,6 +530,9 @@ def linear_policy_loss(
     check_rows(rows, hidden)
     ranks, total = resolve_group(group), len(hidden)
     product, opened, index, tensors = open_rows(hidden, head, rows)
+    if index is not None:
+        # The gradients live from the forward on: those of the selected rows are smaller.
+        tensors, index = (tensors[0].index_select(0, index), *tensors[1:]), None
     acc = accumulation_dtype(hidden.dtype, opened.weight.dtype)
     first_id, real, vocab = local_columns(len(opened.weight), ranks, vocab_total)
     targets = check_targets(targets, rows, total, vocab)

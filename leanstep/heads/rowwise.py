@@ -160,14 +160,14 @@ class _Rowwise(torch.autograd.Function):
                 rows, [(_, h, of_lora)] = loops.operands(block)
                 z = _logits(loops, h, of_lora, of_cols)
                 of_rows = [x[rows] for x in ctx.per_row]
-                given = tuple(None if g is None else g[rows] for g in upstream)
-                if all(g is None for g in given):
+                of_results = tuple(None if g is None else g[rows] for g in upstream)
+                if all(g is None for g in of_results):
                     continue
                 if ctx.gradient is None:
-                    dz = _differentiate(ctx.fn, z, given, of_rows)
+                    dz = _differentiate(ctx.fn, z, of_results, of_rows)
                 else:
                     with torch.no_grad():
-                        dz = ctx.gradient(z, given, *of_rows)
+                        dz = ctx.gradient(z, of_results, *of_rows)
                 if dz is None:
                     continue
                 with torch.no_grad(), torch.autocast(device, enabled=False):
