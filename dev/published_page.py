@@ -181,8 +181,9 @@ def quoted(results: Sequence[Data], page: str) -> str:
     factors = [factor_of(figure["ratio"]) for figure in figures]
     half, most = (100 * (percentile(factors, share) - 1) for share in (0.5, 0.9))
     inside = 100 * sum(figure["inside"] for figure in figures) / len(figures)
+    short = sum(figure["ratio"] < 1 for figure in figures)
     return (
         f"Accuracy: of {len(figures)} published step times that were compared only after the prediction was "
         f"recorded, half are predicted within {half:.0f} %, 90 % within {most:.0f} %, and {inside:.0f} % are "
-        f"inside the stated interval ([every row]({page}))."
+        f"inside the stated interval; {short} predictions are too short ([every row]({page}))."
     )
