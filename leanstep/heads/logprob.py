@@ -202,7 +202,8 @@ class _LinearLogProbs(torch.autograd.Function):
         fit = rows_in_gradient(weight, k.dtype) if trains and settings.main_grad is None else 0
         of_weight = weight if settings.main_grad is None else settings.main_grad
         size = len(ids), hidden.shape[1], settings.real
-        tiles = choose_tiles(*size, fit, settings, hidden.device, trains and of_weight.dtype != k.dtype)
+        narrow = (of_weight if trains else hidden).dtype != k.dtype
+        tiles = choose_tiles(*size, fit, settings, hidden.device, narrow)
         dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if tiles.high <= fit else None
         loops = HeadLoops(settings, tiles, hidden, index, weight, bias, low, up, ids, k)
         pairs = None if sets is None else AllowedPairs(sets, ids, k, settings.first_id, settings.real, tiles)
@@ -264,7 +265,7 @@ def choose_tiles(
 ) -> Tiles:
     """Cut n rows and `vocab` columns into tiles.
 
-    `fit`: rows of logits that the memory of dW holds. `narrow`: dW has 16 bits per number.
+    `fit`: rows of logits that the memory of dW holds. `narrow`: dW, or dh of a frozen head, has 16 bits.
     """
     on_gpu = passes.on_gpu(device)
     size = (GPU_TILE_BYTES // (settings.product.itemsize // 2) ** 2 if on_gpu else CPU_TILE_BYTES) // 4
