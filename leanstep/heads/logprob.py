@@ -4,8 +4,9 @@
 then columns, then rows of the block. `statistics` has one product and the pass `stats` per tile. `gradients`
 has the logits again, the pass `grads`, and two products: dh, summed in fp32 until the block ends, and the dW
 of the tile's columns. A recomputed logit has the forward's bits, so that maximum and log-sum belong to the
-same logits. dW is allocated by the forward: until the backward writes it, its memory holds the logits of the
-first rows. `token_logprobs` runs the same passes on existing logits. passes.py has the passes.
+same logits. If the logits of a tile's rows fit the memory of dW, the forward allocates it and keeps the first
+rows' logits there until the backward writes dW. `token_logprobs` runs the same passes on existing logits.
+passes.py has the passes.
 """
 
 # T rows · N selected rows · D model · V local columns of the vocabulary · r low rank
@@ -204,7 +205,9 @@ class _LinearLogProbs(torch.autograd.Function):
         size = len(ids), hidden.shape[1], settings.real
         narrow = (of_weight if trains else hidden).dtype != k.dtype
         tiles = choose_tiles(*size, fit, settings, hidden.device, narrow)
-        dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if tiles.high <= fit else None
+        # Several blocks add to dW, which must then have the dtype of the sums.
+        holds = tiles.high <= fit and (len(tiles.blocks) == 1 or weight.dtype == k.dtype)
+        dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if holds else None
         loops = HeadLoops(settings, tiles, hidden, index, weight, bias, low, up, ids, k)
         pairs = None if sets is None else AllowedPairs(sets, ids, k, settings.first_id, settings.real, tiles)
         table = loops.statistics(None if dw is None else (dw.view(-1).view(k.dtype), fit), pairs)
@@ -464,6 +467,7 @@ class HeadLoops:
         dw = sums.weight
         # 16-bit gradients are summed in fp32 and rounded once; one product does that by itself.
         once = len(tiles.rows) == 1 and not sums.accumulate
+        # Products go into dw[cols]; otherwise into fp32 scratch, which is added to it once per block.
         writes = dw is not None and unit is None
         writes = writes and (dw.dtype == acc or (once and dw.dtype == self.product))  # type: ignore[union-attr]
         for number, block in enumerate(tiles.blocks):

@@ -453,3 +453,19 @@ def test_slope_of_a_saturated_softcap_is_as_exact_as_plain_code(entropy, frozen)
         size = truth.abs().clamp(min=1e-12)
         own, error = ((plain - truth).abs() / size).mean(), ((ours - truth).abs() / size).mean()
         assert error <= 1.5 * own
+
+
+def test_a_16_bit_weight_gradient_is_rounded_once_for_any_number_of_blocks(monkeypatch):
+    hidden, weight, _ = tensors(torch.bfloat16, 2048, 512, 64)
+    targets = torch.arange(2048) % 64
+
+    def gradient(block_rows: int, dtype: torch.dtype) -> torch.Tensor:
+        monkeypatch.setattr(logprob, "CPU_BLOCK_ROWS", block_rows)
+        h, w = hidden.to(dtype), weight.to(dtype, copy=True).requires_grad_()
+        linear_logprobs(h, w, targets, temperature=8.0).logp.sum().backward()
+        assert w.grad is not None
+        return w.grad.double()
+
+    exact = gradient(4096, torch.float64)
+    one, several = ((gradient(n, torch.bfloat16) - exact).norm() for n in (4096, 256))
+    assert several <= 1.05 * one
