@@ -609,7 +609,9 @@ class _LinearPolicyLoss(torch.autograd.Function):
     def forward(ctx, call, ids, k, chunks, of_rows, index, hidden, weight, bias, low, up):  # type: ignore[override]
         needs = [call.needs_grad and n for n in ctx.needs_input_grad[6:]]
         tallest = max((c.stop - c.start for c, saved, _ in chunks if saved), default=0)
-        alone, fit = len(chunks) == 1, rows_in_gradient(weight, k.dtype)
+        # One block of rows writes dW once, in its own dtype; several add to it (`choose_tiles`).
+        alone = len(chunks) == 1 and 2 * len(ids) <= 3 * call.real
+        fit = rows_in_gradient(weight, k.dtype)
         in_gradient = needs[1] and alone and tallest <= fit
         memory = dw = None
         if needs[1]:
