@@ -60,6 +60,7 @@ class _Part:
     first_inputs: list[_Data] = field(default_factory=list)
     arrived: list[dict[int, Sketch]] = field(default_factory=list)
     terms: dict[tuple[int, str], dict[int, Sketch]] = field(default_factory=dict)
+    has_backward: bool = False
     is_over: bool = False
 
 
@@ -136,6 +137,11 @@ class Recorder(StepListener):
         if self._inside is None:
             self._leave_ended_part()
         part = self._current()
+        if not part.has_backward and part.update.clipped and self._inside is None:
+            # The gradients that were clipped are those of the last update: this backward replaces them.
+            part.update.gradients, part.update.clipped = {}, {}
+            self.captured.clips_late |= bool(self.captured.updates or self._ended)
+        part.has_backward = True
         with outside_modes():
             for loss in (outputs,) if isinstance(outputs, Tensor) else outputs:
                 if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -239,14 +245,24 @@ class Recorder(StepListener):
     def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if self._clipping == 0:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self._keep_gradients(parameters)
+            if self._has_stepped(parameters):
+                self.captured.clips_late = True
+            else:
+                self._keep_gradients(parameters)
+                update = self._current().update
+                update.clipped = {**dict.fromkeys(update.gradients, _UNREAD), **update.clipped}
         self._clipping += 1
         try:
             return original(parameters, *args, **kwargs)
         finally:
             self._clipping -= 1
-            update = self._current().update
-            update.clipped = dict.fromkeys(update.gradients, _UNREAD)
+
+    def _has_stepped(self, parameters: list[Tensor]) -> bool:
+        """Return whether the optimizers of an update that has not ended yet have changed all `parameters`."""
+        if self._part is None or not self._part.is_over or self._inside is not None:
+            return False
+        changed = self._part.update.changes
+        return all(self._name_of(id(p)) in changed for p in parameters if p.grad is not None)
 
     def _embedding(self, original: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(input, weight, *args, **kwargs)

@@ -102,7 +102,7 @@ class Captured:
     """All updates of a run, in order; `order` lists the parameters in the order of the forward pass.
 
     `iterations`: number of rollouts before the updates, 0 if there were none. `is_lost`: the process ended
-    without returning its capture; `error` says how it ended.
+    without returning its capture; `error` says how it ended. `clips_late`: it clips gradients after a step.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -115,6 +115,7 @@ class Captured:
     rank: int = 0
     world_size: int = 1
     is_lost: bool = False
+    clips_late: bool = False
 
     @property
     def last(self) -> Update:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prove.captured_scripts import job, prove_pair
 
 from leanstep.cli import run
 
@@ -203,3 +204,49 @@ def test_the_line_of_an_exception_is_named_once(tmp_path: Path, capfd):
     (line,) = [line for line in err.splitlines() if line.startswith("leanstep:")]
     assert "RuntimeError: The size of tensor" in line and "after.py:13)" in line
     assert "RuntimeError" not in out
+
+
+CLIP = "    nn.utils.clip_grad_norm_([*words.parameters(), *head.parameters()], {})\n"
+
+
+def clipped(folder: Path, name: str, *, before: float | None = None, after: float | None = None, keep: bool):
+    """Write SCRIPT with clipping before the step, after it, or both; `keep`: zero_grad() writes zeros."""
+    text = SCRIPT.replace("zero_grad()", f"zero_grad(set_to_none={not keep})")
+    inserted = ["" if norm is None else CLIP.format(norm) for norm in (before, after)]
+    path = folder / name
+    path.write_text(
+        text.replace("    optimizer.step()\n", f"{inserted[0]}    optimizer.step()\n{inserted[1]}")
+    )
+    return job(str(path), steps=2)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("norm", [1e3, 1e-3])
+def test_clipping_behind_the_step_changes_no_update(tmp_path: Path, keep: bool, norm: float):
+    plain = clipped(tmp_path, "plain.py", keep=keep)
+    late = clipped(tmp_path, "late.py", after=norm, keep=keep)
+    note = "late.py clips after the optimizer's step, which does not change that step"
+    for before, after in ((plain, late), (late, plain)):
+        proof = prove_pair(before, after)
+        assert proof.ok, proof.sentence()
+        assert proof.notes == [note]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_clipping_that_moves_behind_the_step_is_the_missing_clipping(tmp_path: Path, keep: bool):
+    early = clipped(tmp_path, "early.py", before=1e3, keep=keep)
+    proof = prove_pair(early, clipped(tmp_path, "late.py", after=1e3, keep=keep))
+    assert proof.ok, proof.sentence()
+    assert "late.py clips after the optimizer's step, which does not change that step" in proof.notes
+    early = clipped(tmp_path, "early.py", before=1e-3, keep=keep)
+    proof = prove_pair(early, clipped(tmp_path, "late.py", after=1e-3, keep=keep))
+    assert (proof.failed[0].step, proof.failed[0].what) == (1, "clipped gradient")
+
+
+def test_clipping_that_only_one_script_has_is_said(tmp_path: Path):
+    plain = clipped(tmp_path, "plain.py", keep=False)
+    proof = prove_pair(clipped(tmp_path, "clips.py", before=1e3, keep=False), plain)
+    note = "only clips.py clips; its clipping changed no gradient in these steps"
+    assert proof.ok and proof.notes == [note]
+    assert prove_pair(plain, clipped(tmp_path, "clips.py", before=1e3, keep=False)).notes == [note]
+    assert not prove_pair(plain, plain).notes
