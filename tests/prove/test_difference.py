@@ -96,9 +96,9 @@ def test_the_kind_of_a_difference_is_named_once(tmp_path: Path, capfd, name: str
     after.write_text(SCRIPT.replace(*change), encoding="utf-8")
     assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
     out, err = capfd.readouterr()
-    (line,) = [line for line in err.splitlines() if line.startswith("leanstep:")]
-    assert words in line
-    assert "not the same update" not in out and line.count("not the same update") == 1
+    line = out.splitlines()[-1]
+    assert words in line and line.startswith("not the same update")
+    assert out.count("not the same update") == 1 and "leanstep:" not in err
 
 
 def test_the_term_that_differs_is_named_among_others(tmp_path: Path, capfd):
@@ -113,7 +113,7 @@ def test_the_term_that_differs_is_named_among_others(tmp_path: Path, capfd):
     before.write_text(terms, encoding="utf-8")
     after.write_text(terms.replace("logits.square().mean()", "logits.abs().mean()"), encoding="utf-8")
     assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
-    said = capfd.readouterr().err
+    said = capfd.readouterr().out
     assert "nly the term of the loss at after.py:15" in said
     assert "differs (before.py:15" in said and "; the other 2 agree" in said
 
@@ -155,7 +155,7 @@ def test_a_zero_grad_between_backward_calls_is_a_lost_gradient(tmp_path: Path, c
     text = text.replace("retain_graph=True)\n", "retain_graph=True)\n        k or optimizer.zero_grad()\n")
     after.write_text(text, encoding="utf-8")
     assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
-    assert "after.py lacks the gradient of backward call 1 of 3: zero_grad()" in capfd.readouterr().err
+    assert "after.py lacks the gradient of backward call 1 of 3: zero_grad()" in capfd.readouterr().out
 
 
 def test_a_parameter_that_only_one_script_trains_is_found(tmp_path: Path, capfd):
@@ -165,7 +165,7 @@ def test_a_parameter_that_only_one_script_trains_is_found(tmp_path: Path, capfd)
     )
     after.write_text(SCRIPT, encoding="utf-8")
     assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
-    assert "In before.py, Linear.bias does not require a gradient" in capfd.readouterr().err
+    assert "In before.py, Linear.bias does not require a gradient" in capfd.readouterr().out
 
 
 def test_other_random_numbers_in_both_scripts_are_not_judged(tmp_path: Path, capfd):
@@ -182,7 +182,7 @@ def test_a_missing_zero_grad_is_a_stale_gradient(tmp_path: Path, capfd):
     before.write_text(SCRIPT, encoding="utf-8")
     after.write_text(SCRIPT.replace("    optimizer.zero_grad()\n", ""), encoding="utf-8")
     assert run(["prove", str(before), str(after)]) == 1
-    assert "Stale gradient: after.py adds the gradient of step 1 to that of step 2" in capfd.readouterr().err
+    assert "Stale gradient: after.py adds the gradient of step 1 to that of step 2" in capfd.readouterr().out
 
 
 def test_an_imprecise_script_is_no_standard(tmp_path: Path, capfd):
