@@ -87,6 +87,15 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capfd, after: str, 
     assert len(json.loads(report.read_text())["losses"]["before"]) == 3
 
 
+@pytest.mark.parametrize("command", ["prove", "bench"])
+def test_a_script_that_does_not_compile_is_found_before_anything_runs(tmp_path: Path, capfd, command: str):
+    before = script(tmp_path, "before.py", f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    after = script(tmp_path, "after.py", "x = (\n")
+    assert run([command, before, after]) == 2
+    (line,) = lines(capfd)
+    assert "(after.py, line 4)" in line and "SyntaxError: " in line and not (tmp_path / "ran").exists()
+
+
 def test_ctrl_c_keeps_what_was_seen(tmp_path: Path, capfd):
     before = script(tmp_path, "before.py", STEP, LOOP)
     # The script presses Ctrl-C on us in its second step.
