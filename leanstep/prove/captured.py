@@ -103,6 +103,7 @@ class Captured:
 
     `iterations`: number of rollouts before the updates, 0 if there were none. `is_lost`: the process ended
     without returning its capture; `error` says how it ended. `clips_late`: it clips gradients after a step.
+    `overlaid`: it loaded a module from the folders that only its job has on sys.path.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -116,6 +117,7 @@ class Captured:
     world_size: int = 1
     is_lost: bool = False
     clips_late: bool = False
+    overlaid: bool = False
 
     @property
     def last(self) -> Update:

@@ -171,6 +171,11 @@ def prove_scripts(before: Job, after: Job, *, fork: bool = False, report: Any = 
         _keep_losses(proof, runs)
         raise
     judge(proof, runs["before"], runs["after"], runs["truth"])
+    if proof.ok and before.path != after.path and not (runs["before"].overlaid or runs["after"].overlaid):
+        script = Path(before.script).name
+        proof.problem = (
+            f"cannot judge: {script} loads no module that --with brings: both runs are the same program"
+        )
     first = proof.first
     if first is None or (proof.problem is not None and not proof.other_data):
         return proof

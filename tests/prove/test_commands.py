@@ -96,6 +96,19 @@ def test_a_script_that_does_not_compile_is_found_before_anything_runs(tmp_path: 
     assert "(after.py, line 4)" in line and "SyntaxError: " in line and not (tmp_path / "ran").exists()
 
 
+def test_versions_of_a_package_that_the_script_never_loads_are_not_judged(tmp_path: Path, capfd):
+    for version in ("old", "new"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "scaled.py").write_text("factor = 2\n")
+    uses = script(tmp_path, "uses.py", "import scaled\n", STEP, LOOP)
+    never = script(tmp_path, "never.py", STEP, LOOP)
+    versions = ["--with", str(tmp_path / "old"), "--with", str(tmp_path / "new")]
+    assert run(["prove", uses, *versions, "--steps", "1"]) == 0
+    assert run(["prove", never, *versions, "--steps", "1"]) == 2
+    (line,) = lines(capfd)
+    assert "never.py loads no module that --with brings: both runs are the same program" in line
+
+
 def test_ctrl_c_keeps_what_was_seen(tmp_path: Path, capfd):
     before = script(tmp_path, "before.py", STEP, LOOP)
     # The script presses Ctrl-C on us in its second step.
