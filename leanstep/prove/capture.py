@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from leanstep.prove.captured import Captured, Update, generators, names_by_owner
 from leanstep.prove.sketches import Sketch, each, outside_modes, sketch, whole
-from leanstep.prove.watch import Values, custom_functions, gradient_of, terms
+from leanstep.prove.watch import Values, custom_functions, gradient_of, place_norm, terms
 from leanstep.tape.hooks import replace_function, wrap_closure
 from leanstep.tape.run import Stop
 from leanstep.tape.steps import StepListener, StepMarker
@@ -100,6 +100,7 @@ class Recorder(StepListener):
         self._fresh: dict[int, Sketch] = {}
         self._seen: list[tuple[str, Any]] = []
         self._targets: list[int] = []
+        self._random: list[tuple[str, int, float]] = []
         self._clipping = 0
         self._in_backward = False
         self._before: dict[int, tuple[Sketch, Tensor | None, int | None]] = {}
@@ -162,6 +163,7 @@ class Recorder(StepListener):
             part.arrived.append(self._fresh)
             part.update.counts.append(self._take_counts())
             part.update.targets, self._targets = part.update.targets + self._targets, []
+            part.update.random, self._random = part.update.random + self._random, []
         self._note_by_hand(result)
 
     def _note_terms(self, part: _Part, loss: Tensor) -> None:
@@ -184,8 +186,15 @@ class Recorder(StepListener):
                         known[id(p)] = known[id(p)].plus(new) if id(p) in known else new
         part.update.values += self._values.taken(loss)
 
-    def note_draw(self, line: str) -> None:
-        """Store the line of random numbers that are drawn between the first layer and a backward."""
+    def optimizer_constructed(self) -> None:
+        # Scripts may draw initial weights in another order: the weights themselves are compared.
+        self._random = []
+
+    def note_draw(self, line: str, numbers: Tensor) -> None:
+        """Store random numbers before a backward, and their line between the first layer and a backward."""
+        if self._parts and not self._in_backward and self._inside is None:
+            with outside_modes():
+                self._random.append((line, numbers.numel(), place_norm(numbers)))
         if self._parts and self._part is not None and self._part.first_inputs and torch.is_grad_enabled():
             if not self._in_backward and self._inside is None and not self._part.is_over:
                 self._part.update.drawn.append(line)

@@ -8,6 +8,8 @@ import pytest
 from prove.captured_scripts import job, prove_pair
 
 from leanstep.cli import run
+from leanstep.prove.difference import of_the_gradient
+from leanstep.prove.script_jobs import capture_script
 
 SCRIPT = """import torch
 from torch import nn
@@ -175,6 +177,39 @@ def test_other_random_numbers_in_both_scripts_are_not_judged(tmp_path: Path, cap
     after.write_text(text.replace("    mask", "    torch.rand(3)\n    mask"), encoding="utf-8")
     assert run(["prove", str(before), str(after), "--steps", "1"]) == 2
     assert "cannot judge: the scripts draw different random numbers; without" in capfd.readouterr().err
+
+
+MASK = "    mask = {} < 0.6\n    mask[1, 6:] = False\n    mask = mask.float()\n"
+DRAWS = {
+    "torch.rand(3, 9)": "torch.rand(3, 9, dtype=torch.float64)",
+    "torch.randint(10, (3, 9)) / 10": "torch.rand(3, 9)",
+    "torch.rand(3, 9, generator=torch.Generator().manual_seed(1))": (
+        "torch.rand(3, 9, generator=torch.Generator().manual_seed(2))"
+    ),
+    "torch.rand(3, 9).round()": "torch.bernoulli(torch.full((3, 9), 0.5))",
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_masks_of_other_random_numbers_are_not_judged(tmp_path: Path, draw: str):
+    text = SCRIPT.replace("    mask = (ids != 39).float()\n", MASK)
+    for name, drawn in (("before.py", draw), ("after.py", DRAWS[draw])):
+        (tmp_path / name).write_text(text.format(drawn), encoding="utf-8")
+    mine, theirs = (job(str(tmp_path / name), steps=1) for name in ("before.py", "after.py"))
+    kind, words = of_the_gradient(mine, theirs, 1, lambda job: [capture_script(job)])
+    assert (kind, words) == (
+        "random", "the scripts draw different random numbers: before.py:10 and after.py:10"
+    )  # fmt: skip
+
+
+def test_an_unused_random_number_hides_no_difference(tmp_path: Path):
+    text = SCRIPT.replace("    mask = (ids != 39).float()\n", MASK.format("torch.rand(3, 9)"))
+    changed = text.replace("(logp * ", "(logp.sin() * ").replace("    loss =", "    torch.rand(3); loss =")
+    for name, script in (("before.py", text), ("after.py", changed)):
+        (tmp_path / name).write_text(script, encoding="utf-8")
+    mine, theirs = (job(str(tmp_path / name), steps=1) for name in ("before.py", "after.py"))
+    kind, words = of_the_gradient(mine, theirs, 1, lambda job: [capture_script(job)])
+    assert kind == "value" and "sin at after.py:15" in words
 
 
 def test_a_missing_zero_grad_is_a_stale_gradient(tmp_path: Path, capfd):
