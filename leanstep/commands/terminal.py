@@ -246,12 +246,16 @@ def _plain_progress(title: str) -> Iterator[Callable[[str, float], None]]:
 
     def left(passed: float) -> str:
         share = float(running[1])
-        return f", about {passed * (1 / share - 1):.0f} s left" if share > 0.05 else ""
+        return f", about {passed * (1 / share - 1):.0f} s left" if 0.05 < share < 1 else ""
+
+    def text() -> str:
+        # At a share of one, the work that was foreseen is done: there is no estimate for the rest.
+        return "still " * (running[1] >= 1) + running[0]
 
     def report(what: str, share: float) -> None:
         running[:] = [what, share]
 
-    with progress_line(title, lambda: running[0], left):
+    with progress_line(title, text, left):
         yield report
 
 

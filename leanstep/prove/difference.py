@@ -382,7 +382,12 @@ def _backward(row: CutRow, mine: Update, theirs: Update, summand: str, labels: t
             return f"{agree}: look at the backward of {_functions(have, lack)}" + f"; {summand}" * bool(
                 summand
             )
-    return f"{agree}: a detached term" + (f"; {summand}" if summand else f" in {labels[1]} or {labels[0]}")
+    if summand:
+        return f"{agree}: {'a detached term; ' * ('has no gradient' in summand)}{summand}"
+    return (
+        f"{agree}: a term without a gradient, or another function with the same value, "
+        f"in {labels[1]} or {labels[0]}"
+    )
 
 
 def _of_the_summands(

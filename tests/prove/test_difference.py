@@ -74,6 +74,14 @@ CHANGES = {
         ("loss = -(", "hidden = logits.square().mean(); loss = hidden - hidden.detach() - ("),
         "The loss agrees, the gradient does not",
     ),
+    "another function of the same value": (
+        ("words(ids)", "(words(ids) + (words(ids) - words(ids).detach()) * ids[..., None])"),
+        ": a term without a gradient, or another function with the same value, in after.py or before.py",
+    ),
+    "a detached term": (
+        ("loss = -(", "loss = logits.square().mean().detach() - logits.square().mean() - ("),
+        "a detached term; the term of the loss at after.py:13 of after.py has no gradient in before.py",
+    ),
     "a summand": (
         ("mask[:, 1:].sum()\n", "mask[:, 1:].sum() + 0.1 * logits.square().mean()\n"),
         "The term of the loss at after.py:13 of after.py has no gradient in before.py",
