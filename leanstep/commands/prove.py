@@ -21,12 +21,13 @@ import typer
 from rich.console import Group
 
 from leanstep import units
-from leanstep.commands import BadInput, FellShort
+from leanstep.commands import BadInput
 from leanstep.commands.terminal import (
     JsonOption,
     check_writable,
     console,
     parse_ranks,
+    print_text,
     progress_bar,
     split_scripts,
     write_json,
@@ -179,21 +180,21 @@ def prove(
 
 
 def _finish(proof: Any, lines: Callable[[dict[str, Any]], Group], json: str | None) -> None:
-    """Print and write a proof; raise what makes the exit code."""
+    """Print and write a proof, its verdict last; raise what makes the exit code."""
     from leanstep.measure.timing import environment
 
-    result = proof.to_json()
-    console(json).print(lines(result))
+    result, out = proof.to_json(), console(json)
+    out.print(lines(result))
+    drift = getattr(proof, "drift", None) or {"ok": True}
+    if proof.problem is None and not proof.ok:
+        print_text(out, proof.sentence())
+    elif proof.problem is None and not drift["ok"]:
+        print_text(out, f"the loss after {units.steps(drift['steps'])} is shifted by {drift['shift']:+.3g}")
     write_json({**environment(), **result}, json)
     if proof.problem is not None:
         raise BadInput(f"prove: {proof.problem}")
-    if not proof.ok:
-        raise FellShort(f"prove: {proof.sentence()}")
-    drift = getattr(proof, "drift", None)
-    if drift is not None and not drift["ok"]:
-        raise FellShort(
-            f"prove: the loss after {units.steps(drift['steps'])} is shifted by {drift['shift']:+.3g}"
-        )
+    if not proof.ok or not drift["ok"]:
+        raise typer.Exit(1)
 
 
 def _train_pairs(

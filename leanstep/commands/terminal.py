@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from rich.text import Text
 from leanstep.commands import BadInput
 from leanstep.escape import clip, fold
 from leanstep.files import finite, is_written_through, write_text
-from leanstep.tape.run import Program
+from leanstep.tape.run import Program, one_line
 
 # A script may have replaced the module's.
 _dumps = json.dumps
@@ -157,8 +158,20 @@ def split_scripts(words: list[str] | None) -> tuple[list[str], list[str]]:
         count += 1
     scripts, rest = words[:count], words[count:]
     for script in scripts:
-        Program.find(script)
+        _check_syntax(Program.find(script).file)
     return scripts, rest
+
+
+def _check_syntax(file: Path) -> None:
+    """Refuse a script that Python cannot compile before another one has run for minutes."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise BadInput(f"SCRIPT: {file}: {one_line(error)}") from None
+    except OSError as error:
+        raise BadInput(f"SCRIPT: cannot read {file}: {error.strerror}") from None
 
 
 def _is_script(word: str) -> bool:
@@ -233,12 +246,16 @@ def _plain_progress(title: str) -> Iterator[Callable[[str, float], None]]:
 
     def left(passed: float) -> str:
         share = float(running[1])
-        return f", about {passed * (1 / share - 1):.0f} s left" if share > 0.05 else ""
+        return f", about {passed * (1 / share - 1):.0f} s left" if 0.05 < share < 1 else ""
+
+    def text() -> str:
+        # At a share of one, the work that was foreseen is done: there is no estimate for the rest.
+        return "still " * (running[1] >= 1) + running[0]
 
     def report(what: str, share: float) -> None:
         running[:] = [what, share]
 
-    with progress_line(title, lambda: running[0], left):
+    with progress_line(title, text, left):
         yield report
 
 

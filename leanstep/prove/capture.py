@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from leanstep.prove.captured import Captured, Update, generators, names_by_owner
 from leanstep.prove.sketches import Sketch, each, outside_modes, sketch, whole
-from leanstep.prove.watch import Values, custom_functions, gradient_of, terms
+from leanstep.prove.watch import Values, custom_functions, gradient_of, place_norm, terms
 from leanstep.tape.hooks import replace_function, wrap_closure
 from leanstep.tape.run import Stop
 from leanstep.tape.steps import StepListener, StepMarker
@@ -60,6 +60,7 @@ class _Part:
     first_inputs: list[_Data] = field(default_factory=list)
     arrived: list[dict[int, Sketch]] = field(default_factory=list)
     terms: dict[tuple[int, str], dict[int, Sketch]] = field(default_factory=dict)
+    has_backward: bool = False
     is_over: bool = False
 
 
@@ -99,6 +100,7 @@ class Recorder(StepListener):
         self._fresh: dict[int, Sketch] = {}
         self._seen: list[tuple[str, Any]] = []
         self._targets: list[int] = []
+        self._random: list[tuple[str, int, float]] = []
         self._clipping = 0
         self._in_backward = False
         self._before: dict[int, tuple[Sketch, Tensor | None, int | None]] = {}
@@ -136,6 +138,11 @@ class Recorder(StepListener):
         if self._inside is None:
             self._leave_ended_part()
         part = self._current()
+        if not part.has_backward and part.update.clipped and self._inside is None:
+            # The gradients that were clipped are those of the last update: this backward replaces them.
+            part.update.gradients, part.update.clipped = {}, {}
+            self.captured.clips_late |= bool(self.captured.updates or self._ended)
+        part.has_backward = True
         with outside_modes():
             for loss in (outputs,) if isinstance(outputs, Tensor) else outputs:
                 if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -156,6 +163,7 @@ class Recorder(StepListener):
             part.arrived.append(self._fresh)
             part.update.counts.append(self._take_counts())
             part.update.targets, self._targets = part.update.targets + self._targets, []
+            part.update.random, self._random = part.update.random + self._random, []
         self._note_by_hand(result)
 
     def _note_terms(self, part: _Part, loss: Tensor) -> None:
@@ -178,8 +186,15 @@ class Recorder(StepListener):
                         known[id(p)] = known[id(p)].plus(new) if id(p) in known else new
         part.update.values += self._values.taken(loss)
 
-    def note_draw(self, line: str) -> None:
-        """Store the line of random numbers that are drawn between the first layer and a backward."""
+    def optimizer_constructed(self) -> None:
+        # Scripts may draw initial weights in another order: the weights themselves are compared.
+        self._random = []
+
+    def note_draw(self, line: str, numbers: Tensor) -> None:
+        """Store random numbers before a backward, and their line between the first layer and a backward."""
+        if self._parts and not self._in_backward and self._inside is None:
+            with outside_modes():
+                self._random.append((line, numbers.numel(), place_norm(numbers)))
         if self._parts and self._part is not None and self._part.first_inputs and torch.is_grad_enabled():
             if not self._in_backward and self._inside is None and not self._part.is_over:
                 self._part.update.drawn.append(line)
@@ -239,14 +254,24 @@ class Recorder(StepListener):
     def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if self._clipping == 0:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self._keep_gradients(parameters)
+            if self._has_stepped(parameters):
+                self.captured.clips_late = True
+            else:
+                self._keep_gradients(parameters)
+                update = self._current().update
+                update.clipped = {**dict.fromkeys(update.gradients, _UNREAD), **update.clipped}
         self._clipping += 1
         try:
             return original(parameters, *args, **kwargs)
         finally:
             self._clipping -= 1
-            update = self._current().update
-            update.clipped = dict.fromkeys(update.gradients, _UNREAD)
+
+    def _has_stepped(self, parameters: list[Tensor]) -> bool:
+        """Return whether the optimizers of an update that has not ended yet have changed all `parameters`."""
+        if self._part is None or not self._part.is_over or self._inside is not None:
+            return False
+        changed = self._part.update.changes
+        return all(self._name_of(id(p)) in changed for p in parameters if p.grad is not None)
 
     def _embedding(self, original: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(input, weight, *args, **kwargs)

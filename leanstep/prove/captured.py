@@ -38,7 +38,8 @@ class Update:
         parts: the gradient that each backward call added, if requested; `counts` has the token counts.
         targets: ids passed to losses and to gathers from the vocabulary; recorded together with `parts`.
         functions: autograd Functions in the graphs of the losses; `drawn`: lines that draw random numbers
-            between the first layer and a backward. Recorded together with `parts`.
+            between the first layer and a backward; `random`: line, size and norm of every draw before one.
+            Recorded together with `parts`.
         values, terms: values with their lines, and the gradient of each summand of the loss, if requested.
     """
 
@@ -60,6 +61,7 @@ class Update:
     targets: list[int] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)
+    random: list[tuple[str, int, float]] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     terms: list[tuple[str, dict[str, Sketch]]] = field(default_factory=list)
 
@@ -84,6 +86,7 @@ class Update:
         self.targets += part.targets
         self.functions += [name for name in part.functions if name not in self.functions]
         self.drawn += part.drawn
+        self.random += part.random
         self.values += part.values
         self.terms += part.terms
 
@@ -102,7 +105,8 @@ class Captured:
     """All updates of a run, in order; `order` lists the parameters in the order of the forward pass.
 
     `iterations`: number of rollouts before the updates, 0 if there were none. `is_lost`: the process ended
-    without returning its capture; `error` says how it ended.
+    without returning its capture; `error` says how it ended. `clips_late`: it clips gradients after a step.
+    `overlaid`: it loaded a module from the folders that only its job has on sys.path.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -115,6 +119,8 @@ class Captured:
     rank: int = 0
     world_size: int = 1
     is_lost: bool = False
+    clips_late: bool = False
+    overlaid: bool = False
 
     @property
     def last(self) -> Update:

@@ -171,6 +171,11 @@ def prove_scripts(before: Job, after: Job, *, fork: bool = False, report: Any = 
         _keep_losses(proof, runs)
         raise
     judge(proof, runs["before"], runs["after"], runs["truth"])
+    if proof.ok and before.path != after.path and not (runs["before"].overlaid or runs["after"].overlaid):
+        script = Path(before.script).name
+        proof.problem = (
+            f"cannot judge: {script} loads no module that --with brings: both runs are the same program"
+        )
     first = proof.first
     if first is None or (proof.problem is not None and not proof.other_data):
         return proof
@@ -221,6 +226,7 @@ def judge(proof: PairProof, before: Captured, after: Captured, truth: Captured) 
             drifted += _judge_step(proof, index, (before, after, truth), renamed, drifted)
             if proof.failed:
                 break
+        proof.notes += _of_the_clipping(proof, before, after)
         for label, run in names.values():
             if run.error is not None:
                 raise NotComparable(_no_update(label, run))
@@ -241,6 +247,33 @@ def judge(proof: PairProof, before: Captured, after: Captured, truth: Captured) 
     except NotComparable as error:
         proof.problem = str(error)
     return proof
+
+
+def _of_the_clipping(proof: PairProof, before: Captured, after: Captured) -> list[str]:
+    """Say which script clips without an effect; a failing row says what an effect is."""
+    sides = ((proof.before, before), (proof.after, after))
+    texts = [
+        f"{label} clips after the optimizer's step, which does not change that step"
+        for label, run in sides
+        if run.clips_late
+    ]
+    clipping = [
+        (label, updates)
+        for label, run in sides
+        if (updates := [update for update in run.updates[: proof.steps] if update.clipped])
+    ]
+    if len(clipping) == 1 and not proof.failed:
+        ((label, updates),) = clipping
+        pairs = [
+            (update.gradients.get(name), new) for update in updates for name, new in update.clipped.items()
+        ]
+        if all(
+            old is not None and distance(new, old) <= FLOOR[torch.float32] * old.norm for old, new in pairs
+        ):
+            texts.append(f"only {label} clips; its clipping changed no gradient in these steps")
+        else:
+            texts.append(f"only {label} calls torch's clipping; the optimizers see the same gradients")
+    return list(dict.fromkeys(texts))
 
 
 def _no_update(label: str, run: Captured) -> str:

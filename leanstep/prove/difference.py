@@ -167,10 +167,13 @@ def explain(
     if row.kind == "random" and mine.draws == theirs.draws:
         # Both draw the same numbers in the same order.
         row.kind = "mixing"
+    is_random = row.kind == "random" and before.dropout and after.dropout
+    if not is_random and row.kind in ("random", "mixing", "order") and (lines := _other_random(mine, theirs)):
+        return "random", f"the scripts draw different random numbers: {lines[0]} and {lines[1]}"
     shifted = _of_the_targets(mine.targets, theirs.targets)
     if shifted and row.kind in ("mixing", "weights", "order"):
         return "targets", shifted
-    if row.kind == "random" and before.dropout and after.dropout:
+    if is_random:
         return _without_dropout(before, after, step, run, labels, (mine, theirs))
     if row.kind in ("token-weights", "weights", "lost", "padding", "order"):
         return row.kind, row.sentence
@@ -207,18 +210,29 @@ def _without_dropout(
     if any(each.error is not None or len(each.updates) < step for side in runs for each in side):
         return "random", "the scripts draw different random numbers"
     kind, text = explain(jobs[0], jobs[1], step, runs, run, labels=labels)
-    if kind not in ("rounding", "random"):
+    if kind != "rounding":
         return kind, text
     silent = [label for label, update in zip(labels, updates, strict=True) if not update.drawn]
-    if len(silent) == 1 and kind == "rounding":
+    if len(silent) == 1:
         drawn = next(update.drawn[0] for update in updates if update.drawn)
         return (
             "dropout",
             f"{silent[0]} draws no random numbers in the forward pass; the other does, at {drawn}",
         )
-    return "random", "the scripts draw different random numbers" + (
-        "; without dropout the gradients agree" * (kind == "rounding")
-    )
+    return "random", "the scripts draw different random numbers; without dropout the gradients agree"
+
+
+def _other_random(mine: Update, theirs: Update) -> tuple[str, str] | None:
+    """Return the first draws of the two scripts that have other numbers; None if only one has such a draw."""
+
+    def first(update: Update, others: Update) -> str | None:
+        for line, size, norm in update.random:
+            if not any(size == n and math.isclose(norm, known) for _, n, known in others.random):
+                return line
+        return None
+
+    own, other = first(mine, theirs), first(theirs, mine)
+    return (own, other) if own is not None and other is not None else None
 
 
 def prove_cuts(
@@ -368,7 +382,12 @@ def _backward(row: CutRow, mine: Update, theirs: Update, summand: str, labels: t
             return f"{agree}: look at the backward of {_functions(have, lack)}" + f"; {summand}" * bool(
                 summand
             )
-    return f"{agree}: a detached term" + (f"; {summand}" if summand else f" in {labels[1]} or {labels[0]}")
+    if summand:
+        return f"{agree}: {'a detached term; ' * ('has no gradient' in summand)}{summand}"
+    return (
+        f"{agree}: a term without a gradient, or another function with the same value, "
+        f"in {labels[1]} or {labels[0]}"
+    )
 
 
 def _of_the_summands(

@@ -151,10 +151,12 @@ def capture_script(job: Job) -> Captured:
 
     # A script may change the default dtype: restore it for the next script in this process.
     dtype = torch.get_default_dtype()
+    added = [entry for entry in job.path if entry not in sys.path]
     with seeded(job.seed), module_path(job.path), eager_random_numbers(), contextlib.ExitStack() as stack:
         stack.callback(torch.set_default_dtype, dtype)
         outcome = run_script(job.program, job.argv, recorded())
     captured = recorder.captured
+    captured.overlaid = _loaded_from(added)
     if outcome.exception is not None:
         place = f" ({outcome.where})" if outcome.where else ""
         captured.error, captured.said = outcome.exception, outcome.said + place
@@ -166,6 +168,14 @@ def capture_script(job: Job) -> Captured:
         if job.parts and not job.dropout:
             captured.notes.append("dropout is off: its masks depend on how the batch is split")
     return captured
+
+
+def _loaded_from(folders: Sequence[str]) -> bool:
+    """Return whether a module of this process comes from one of `folders`."""
+    # The dict of a module: an attribute of a lazy one would import others.
+    files = (getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values()))
+    inside = tuple(folder + os.sep for folder in folders)
+    return any(isinstance(file, str) and file.startswith(inside) for file in files)
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ class Twin:
         dropout: False replaces dropout by the identity, for comparisons in which masks cannot be equal.
         count: called with (name, value) for every token count that the program computes.
         note_targets: called with the ids passed to losses and to gathers from a vocabulary.
-        note_draw: called with the line of each op that draws random numbers.
+        note_draw: called with the line of each op that draws random numbers, and the numbers.
 
     `fallbacks` counts the ops that ran in fp32, by name.
     """
@@ -72,7 +72,7 @@ class Twin:
         dropout: bool = True,
         count: Count | None = None,
         note_targets: Callable[[Tensor], None] | None = None,
-        note_draw: Callable[[str], None] | None = None,
+        note_draw: Callable[[str, Tensor], None] | None = None,
     ) -> None:
         self.default = torch.get_default_dtype()
         self.fallbacks: dict[str, int] = {}
@@ -354,9 +354,10 @@ class _Ops(TorchDispatchMode):
             before = torch.get_rng_state()
             result = self._drawn(func, args, kwargs)
             # Fused attention has the tag too, and draws nothing without dropout.
-            if not torch.equal(before, torch.get_rng_state()):
+            if kwargs.get("generator") is not None or not torch.equal(before, torch.get_rng_state()):
                 line = twin.lines.line(sys._getframe(1), False)
-                twin.note_draw(shown(line) if line is not None else func._schema.name)
+                numbers = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
+                twin.note_draw(shown(line) if line is not None else func._schema.name, numbers[-1])
             return result
         if kwargs.get("dtype") in LOW:
             kwargs = {**kwargs, "dtype": torch.float64}

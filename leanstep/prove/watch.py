@@ -105,7 +105,7 @@ class Values(TorchFunctionMode):
         self.lines[value.grad_fn] = line
         with outside_modes():
             others = [a for a in args if isinstance(a, Tensor) and not a.requires_grad and a.dim() > 0]
-            norms = tuple(_place_norm(other) for other in others)
+            norms = tuple(place_norm(other) for other in others)
             # Scores that a mask sets to -inf say nothing about the others.
             finite = value.detach().double().nan_to_num(0.0, 0.0, 0.0)
             size, norm = value.numel(), float(finite.norm())
@@ -157,7 +157,7 @@ def shown(line: Line) -> str:
     return line.place if line.library else f"{line.file.rpartition('/')[2]}:{line.number}"
 
 
-def _place_norm(tensor: Tensor) -> float:
+def place_norm(tensor: Tensor) -> float:
     """A number that also changes when entries change their places: a mask rolled by one has the same norm."""
     flat = tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
     return float((flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)).norm())

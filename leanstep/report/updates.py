@@ -28,7 +28,7 @@ def _notes(result: Data) -> list[Text]:
 
 
 def _judged(title: str, table: Table, result: Data, below: Sequence[Text] = ()) -> Group:
-    """Print a title, the rows, the notes and the verdict; a failing verdict is the command's last line."""
+    """Print a title, the rows, the notes and the verdict; the command prints a failing verdict behind it."""
     verdict = [Text(result["verdict"], style="green")] if result["ok"] else []
     return Group(Text(title, style="bold"), table, *below, *_notes(result), *verdict)
 

@@ -39,4 +39,10 @@ def test_long_work_says_what_is_running_without_a_terminal(capsys, monkeypatch):
         report("train.py in fp64", 0.5)
         assert written.wait(30)
     assert lines[0].startswith("prove: train.py in fp64, 0 s, about 0 s left")
+    written.clear()
+    lines.clear()
+    with progress_bar(Console(file=sys.stdout), "prove", plain_lines=True) as report:
+        report("classifying the difference", 1.0)
+        assert written.wait(30)
+    assert lines[0] == "prove: still classifying the difference, 0 s"
     assert capsys.readouterr().out == ""

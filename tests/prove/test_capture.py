@@ -45,6 +45,31 @@ def test_accumulation_clipping_names_and_losses():
         assert u.clipped[name].norm < u.gradients[name].norm
 
 
+def test_each_optimizer_of_an_update_may_clip():
+    first, last = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (first, last)]
+    with leanstep.update() as u:
+        last(first(torch.ones(2, 4))).sum().backward()
+        for layer, optimizer in zip((first, last), optimizers, strict=True):
+            nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
+            optimizer.step()
+    assert len(u.clipped) == 4 and all(u.clipped[name].norm < u.gradients[name].norm for name in u.clipped)
+
+
+def test_clipping_that_no_backward_precedes_is_not_of_the_update():
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with leanstep.update() as u:
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)
+            model(torch.arange(4)).square().mean().backward()
+            optimizer.step()
+            norms = {n: p.grad.norm().item() for n, p in model.named_parameters() if p.grad is not None}
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert u.clips_late and not any(update.clipped for update in u.updates)
+    assert {name: s.norm for name, s in u.gradients.items()} == pytest.approx(norms)
+
+
 def test_several_optimizers_are_one_update_and_order_is_the_forwards():
     class Late(nn.Module):
         def __init__(self):

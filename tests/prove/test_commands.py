@@ -30,6 +30,13 @@ def script(folder: Path, name: str, *parts: str) -> str:
     return str(path)
 
 
+def verdict(capfd) -> str:
+    """The last line of standard output; standard error says nothing of it."""
+    captured = capfd.readouterr()
+    assert "leanstep:" not in captured.err
+    return captured.out.splitlines()[-1]
+
+
 def lines(capfd) -> list[str]:
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("leanstep:")]
 
@@ -44,8 +51,8 @@ def test_a_pair_is_proven_and_written(tmp_path: Path, capfd):
     assert result["ok"] and result["steps"] == 2 and result["parameters"] == 2 and result["rows"]
     worse = script(tmp_path, "worse.py", STEP, LOOP.replace("mean()", "sum()"))
     assert run(["prove", good, worse, *options]) == 1
-    (line,) = lines(capfd)
-    assert "first at step 1" in line and "weight" in line
+    line = verdict(capfd)
+    assert line.startswith("not the same update") and "first at step 1" in line and "weight" in line
 
 
 @pytest.mark.parametrize(
@@ -80,6 +87,28 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capfd, after: str, 
     assert len(json.loads(report.read_text())["losses"]["before"]) == 3
 
 
+@pytest.mark.parametrize("command", ["prove", "bench"])
+def test_a_script_that_does_not_compile_is_found_before_anything_runs(tmp_path: Path, capfd, command: str):
+    before = script(tmp_path, "before.py", f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    after = script(tmp_path, "after.py", "x = (\n")
+    assert run([command, before, after]) == 2
+    (line,) = lines(capfd)
+    assert "(after.py, line 4)" in line and "SyntaxError: " in line and not (tmp_path / "ran").exists()
+
+
+def test_versions_of_a_package_that_the_script_never_loads_are_not_judged(tmp_path: Path, capfd):
+    for version in ("old", "new"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "scaled.py").write_text("factor = 2\n")
+    uses = script(tmp_path, "uses.py", "import scaled\n", STEP, LOOP)
+    never = script(tmp_path, "never.py", STEP, LOOP)
+    versions = ["--with", str(tmp_path / "old"), "--with", str(tmp_path / "new")]
+    assert run(["prove", uses, *versions, "--steps", "1"]) == 0
+    assert run(["prove", never, *versions, "--steps", "1"]) == 2
+    (line,) = lines(capfd)
+    assert "never.py loads no module that --with brings: both runs are the same program" in line
+
+
 def test_ctrl_c_keeps_what_was_seen(tmp_path: Path, capfd):
     before = script(tmp_path, "before.py", STEP, LOOP)
     # The script presses Ctrl-C on us in its second step.
@@ -102,7 +131,7 @@ def test_cuts_from_the_command_line(capfd):
     base = ["prove", CUTS, "--args", "--micro 1", "--args", "--micro 2"]
     assert run(base) == 0
     assert run([*base, "--", "--bug", "verl-3332"]) == 1
-    (line,) = lines(capfd)
+    line = verdict(capfd)
     assert "2 = accumulation steps" in line
 
 
@@ -113,11 +142,11 @@ def test_two_flags_are_compared_for_several_steps(tmp_path: Path, capfd):
     base = ["prove", path, "--args", "never", "--args", "late"]
     assert run([*base, "--steps", "1"]) == 0
     assert run(base) == 1
-    (line,) = lines(capfd)
+    line = verdict(capfd)
     assert "late does not make the update of never: in step 2, a constant factor: 2" in line
     rates = script(tmp_path, "rates.py", flag, STEP.replace("0.1", "0.2 if late else 0.1"), LOOP)
     assert run(["prove", rates, *base[2:]]) == 1
-    (line,) = lines(capfd)
+    line = verdict(capfd)
     assert "the same gradients, another lr: 0.1 before, 0.2 after" in line
     ends = script(tmp_path, "ends.py", flag, STEP, LOOP.replace("range(3)", "range(1 + late)"))
     assert run(["prove", ends, *base[2:]]) == 2

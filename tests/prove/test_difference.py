@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prove.captured_scripts import job, prove_pair
 
 from leanstep.cli import run
+from leanstep.prove.difference import of_the_gradient
+from leanstep.prove.script_jobs import capture_script
 
 SCRIPT = """import torch
 from torch import nn
@@ -71,6 +74,14 @@ CHANGES = {
         ("loss = -(", "hidden = logits.square().mean(); loss = hidden - hidden.detach() - ("),
         "The loss agrees, the gradient does not",
     ),
+    "another function of the same value": (
+        ("words(ids)", "(words(ids) + (words(ids) - words(ids).detach()) * ids[..., None])"),
+        ": a term without a gradient, or another function with the same value, in after.py or before.py",
+    ),
+    "a detached term": (
+        ("loss = -(", "loss = logits.square().mean().detach() - logits.square().mean() - ("),
+        "a detached term; the term of the loss at after.py:13 of after.py has no gradient in before.py",
+    ),
     "a summand": (
         ("mask[:, 1:].sum()\n", "mask[:, 1:].sum() + 0.1 * logits.square().mean()\n"),
         "The term of the loss at after.py:13 of after.py has no gradient in before.py",
@@ -95,9 +106,9 @@ def test_the_kind_of_a_difference_is_named_once(tmp_path: Path, capfd, name: str
     after.write_text(SCRIPT.replace(*change), encoding="utf-8")
     assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
     out, err = capfd.readouterr()
-    (line,) = [line for line in err.splitlines() if line.startswith("leanstep:")]
-    assert words in line
-    assert "not the same update" not in out and line.count("not the same update") == 1
+    line = out.splitlines()[-1]
+    assert words in line and line.startswith("not the same update")
+    assert out.count("not the same update") == 1 and "leanstep:" not in err
 
 
 def test_the_term_that_differs_is_named_among_others(tmp_path: Path, capfd):
@@ -112,7 +123,7 @@ def test_the_term_that_differs_is_named_among_others(tmp_path: Path, capfd):
     before.write_text(terms, encoding="utf-8")
     after.write_text(terms.replace("logits.square().mean()", "logits.abs().mean()"), encoding="utf-8")
     assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
-    said = capfd.readouterr().err
+    said = capfd.readouterr().out
     assert "nly the term of the loss at after.py:15" in said
     assert "differs (before.py:15" in said and "; the other 2 agree" in said
 
@@ -154,7 +165,7 @@ def test_a_zero_grad_between_backward_calls_is_a_lost_gradient(tmp_path: Path, c
     text = text.replace("retain_graph=True)\n", "retain_graph=True)\n        k or optimizer.zero_grad()\n")
     after.write_text(text, encoding="utf-8")
     assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
-    assert "after.py lacks the gradient of backward call 1 of 3: zero_grad()" in capfd.readouterr().err
+    assert "after.py lacks the gradient of backward call 1 of 3: zero_grad()" in capfd.readouterr().out
 
 
 def test_a_parameter_that_only_one_script_trains_is_found(tmp_path: Path, capfd):
@@ -164,7 +175,7 @@ def test_a_parameter_that_only_one_script_trains_is_found(tmp_path: Path, capfd)
     )
     after.write_text(SCRIPT, encoding="utf-8")
     assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
-    assert "In before.py, Linear.bias does not require a gradient" in capfd.readouterr().err
+    assert "In before.py, Linear.bias does not require a gradient" in capfd.readouterr().out
 
 
 def test_other_random_numbers_in_both_scripts_are_not_judged(tmp_path: Path, capfd):
@@ -176,12 +187,45 @@ def test_other_random_numbers_in_both_scripts_are_not_judged(tmp_path: Path, cap
     assert "cannot judge: the scripts draw different random numbers; without" in capfd.readouterr().err
 
 
+MASK = "    mask = {} < 0.6\n    mask[1, 6:] = False\n    mask = mask.float()\n"
+DRAWS = {
+    "torch.rand(3, 9)": "torch.rand(3, 9, dtype=torch.float64)",
+    "torch.randint(10, (3, 9)) / 10": "torch.rand(3, 9)",
+    "torch.rand(3, 9, generator=torch.Generator().manual_seed(1))": (
+        "torch.rand(3, 9, generator=torch.Generator().manual_seed(2))"
+    ),
+    "torch.rand(3, 9).round()": "torch.bernoulli(torch.full((3, 9), 0.5))",
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_masks_of_other_random_numbers_are_not_judged(tmp_path: Path, draw: str):
+    text = SCRIPT.replace("    mask = (ids != 39).float()\n", MASK)
+    for name, drawn in (("before.py", draw), ("after.py", DRAWS[draw])):
+        (tmp_path / name).write_text(text.format(drawn), encoding="utf-8")
+    mine, theirs = (job(str(tmp_path / name), steps=1) for name in ("before.py", "after.py"))
+    kind, words = of_the_gradient(mine, theirs, 1, lambda job: [capture_script(job)])
+    assert (kind, words) == (
+        "random", "the scripts draw different random numbers: before.py:10 and after.py:10"
+    )  # fmt: skip
+
+
+def test_an_unused_random_number_hides_no_difference(tmp_path: Path):
+    text = SCRIPT.replace("    mask = (ids != 39).float()\n", MASK.format("torch.rand(3, 9)"))
+    changed = text.replace("(logp * ", "(logp.sin() * ").replace("    loss =", "    torch.rand(3); loss =")
+    for name, script in (("before.py", text), ("after.py", changed)):
+        (tmp_path / name).write_text(script, encoding="utf-8")
+    mine, theirs = (job(str(tmp_path / name), steps=1) for name in ("before.py", "after.py"))
+    kind, words = of_the_gradient(mine, theirs, 1, lambda job: [capture_script(job)])
+    assert kind == "value" and "sin at after.py:15" in words
+
+
 def test_a_missing_zero_grad_is_a_stale_gradient(tmp_path: Path, capfd):
     before, after = tmp_path / "before.py", tmp_path / "after.py"
     before.write_text(SCRIPT, encoding="utf-8")
     after.write_text(SCRIPT.replace("    optimizer.zero_grad()\n", ""), encoding="utf-8")
     assert run(["prove", str(before), str(after)]) == 1
-    assert "Stale gradient: after.py adds the gradient of step 1 to that of step 2" in capfd.readouterr().err
+    assert "Stale gradient: after.py adds the gradient of step 1 to that of step 2" in capfd.readouterr().out
 
 
 def test_an_imprecise_script_is_no_standard(tmp_path: Path, capfd):
@@ -203,3 +247,49 @@ def test_the_line_of_an_exception_is_named_once(tmp_path: Path, capfd):
     (line,) = [line for line in err.splitlines() if line.startswith("leanstep:")]
     assert "RuntimeError: The size of tensor" in line and "after.py:13)" in line
     assert "RuntimeError" not in out
+
+
+CLIP = "    nn.utils.clip_grad_norm_([*words.parameters(), *head.parameters()], {})\n"
+
+
+def clipped(folder: Path, name: str, *, before: float | None = None, after: float | None = None, keep: bool):
+    """Write SCRIPT with clipping before the step, after it, or both; `keep`: zero_grad() writes zeros."""
+    text = SCRIPT.replace("zero_grad()", f"zero_grad(set_to_none={not keep})")
+    inserted = ["" if norm is None else CLIP.format(norm) for norm in (before, after)]
+    path = folder / name
+    path.write_text(
+        text.replace("    optimizer.step()\n", f"{inserted[0]}    optimizer.step()\n{inserted[1]}")
+    )
+    return job(str(path), steps=2)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("norm", [1e3, 1e-3])
+def test_clipping_behind_the_step_changes_no_update(tmp_path: Path, keep: bool, norm: float):
+    plain = clipped(tmp_path, "plain.py", keep=keep)
+    late = clipped(tmp_path, "late.py", after=norm, keep=keep)
+    note = "late.py clips after the optimizer's step, which does not change that step"
+    for before, after in ((plain, late), (late, plain)):
+        proof = prove_pair(before, after)
+        assert proof.ok, proof.sentence()
+        assert proof.notes == [note]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_clipping_that_moves_behind_the_step_is_the_missing_clipping(tmp_path: Path, keep: bool):
+    early = clipped(tmp_path, "early.py", before=1e3, keep=keep)
+    proof = prove_pair(early, clipped(tmp_path, "late.py", after=1e3, keep=keep))
+    assert proof.ok, proof.sentence()
+    assert "late.py clips after the optimizer's step, which does not change that step" in proof.notes
+    early = clipped(tmp_path, "early.py", before=1e-3, keep=keep)
+    proof = prove_pair(early, clipped(tmp_path, "late.py", after=1e-3, keep=keep))
+    assert (proof.failed[0].step, proof.failed[0].what) == (1, "clipped gradient")
+
+
+def test_clipping_that_only_one_script_has_is_said(tmp_path: Path):
+    plain = clipped(tmp_path, "plain.py", keep=False)
+    proof = prove_pair(clipped(tmp_path, "clips.py", before=1e3, keep=False), plain)
+    note = "only clips.py clips; its clipping changed no gradient in these steps"
+    assert proof.ok and proof.notes == [note]
+    assert prove_pair(plain, clipped(tmp_path, "clips.py", before=1e3, keep=False)).notes == [note]
+    assert not prove_pair(plain, plain).notes

@@ -235,6 +235,6 @@ def test_from_the_command_line(tmp_path: Path, capfd):
     )
     assert run(["prove", f"{file}:a", f"{file}:a"]) == 0
     assert run(["prove", f"{file}:a", f"{file}:b"]) == 1
-    assert "is -1 times the right one on every draw" in capfd.readouterr().err
+    assert "is -1 times the right one on every draw" in capfd.readouterr().out
     assert run(["prove", f"{file}:a", f"{file}:nothing"]) == 2
     assert "has no function nothing" in capfd.readouterr().err
