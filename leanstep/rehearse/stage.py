@@ -96,11 +96,22 @@ def _rehearsed(request: Request, quiet: bool, show: Callable[[str], None] | None
         environment["TMPDIR"] = str(folder / "tmp")
         (folder / "tmp").mkdir()
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
-        code = _server(folder).run(asked, answered, quiet, _Watcher(answered, show))
+        errors = folder / "stderr"
+        code = _server(folder).run(asked, answered, errors if quiet else None, _Watcher(answered, show))
         got = pickle.loads(answered.read_bytes()) if answered.exists() else _lost(request, code, folder)
+        if quiet and isinstance(got, Recording) and got.refused is not None:
+            got.refused = _with_last_words(got.refused, errors)
     if isinstance(got, RehearsalError):
         raise got
     return got
+
+
+def _with_last_words(refused: Refusal, errors: Path) -> Refusal:
+    """Add the last line on standard error, which was not shown, for a program that ended itself."""
+    words = errors.read_text(errors="replace").strip().splitlines() if errors.exists() else []
+    if not words or not refused.reason.startswith("the program ended"):
+        return refused
+    return refused._replace(reason=f"{refused.reason}: {words[-1].strip()[:200]}")
 
 
 def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
@@ -154,10 +165,13 @@ class _Server:
         same = self.start == [os.environ.get(name) for name in _READ_AT_START]
         return same and self.process.poll() is None
 
-    def run(self, asked: Path, answered: Path, quiet: bool, watcher: _Watcher) -> int:
-        """Fork a rehearsal, wait for it and return its exit code. quiet: discard its output."""
-        with self.lock, Path(os.devnull).open("r+b") as null:
-            sinks = [null.fileno()] * 2 if quiet else [1, 2]
+    def run(self, asked: Path, answered: Path, errors: Path | None, watcher: _Watcher) -> int:
+        """Fork a rehearsal, wait for it and return its exit code.
+
+        errors: discard its output, and write its standard error here.
+        """
+        with self.lock, Path(os.devnull).open("r+b") as null, (errors or Path(os.devnull)).open("wb") as file:
+            sinks = [null.fileno(), file.fileno()] if errors is not None else [1, 2]
             try:
                 # One rehearsal at a time: one message in each direction.
                 socket.send_fds(self.line, [f"{asked}\n{answered}".encode()], [null.fileno(), *sinks])
