@@ -54,6 +54,7 @@ _READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOG
 # Exit code of a rehearsal that failed, and the file to which Python writes the stack of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
 UNUSED = Refusal(None, "the script creates no tensor on the GPU: select it with torch.cuda.is_available()")
+NO_GROUP = "the script created no process group: every rank runs the same single-GPU step"
 # Seconds within which an interrupted program must exit.
 _LEAVE_S = 5.0
 
@@ -390,6 +391,8 @@ def _run(request: Request, progress: Path) -> Recording:
     steps.close()
     if recording.steps:
         recording.batches = batches.report()
+        if request.ranks > 1 and tape.ranks == 1:
+            tape.notes[NO_GROUP] += 1
     return tape.finish()
 
 
