@@ -146,8 +146,8 @@ def conclusion(name: str, rows: Sequence[Data]) -> str:
     if fits and beyond and beyond[0]["fragmented"]:
         why = beyond[0]["reason"].partition("; ")[2]
         return (
-            f"{name}: {fits[-1]['value']} fits, {beyond[0]['value']} does not: {why}; "
-            "a larger value may still fit (not searched)"
+            f"{name}: {fits[-1]['value']} fits, {beyond[0]['value']} does not: {why}\n"
+            "  no larger value that was tried fits; another one may"
         )
     why = "".join(f"; {row['value']}: {row['reason']}" for row in beyond[:2])
     return f"the largest {name} that fits: {fits[-1]['value']}{why}" if fits else f"no {name} fits{why}"
