@@ -192,7 +192,9 @@ def test_the_search_says_what_stopped_the_next_value():
 def test_a_search_that_fragmentation_ended_does_not_claim_the_largest():
     why = "fragmentation, PYTORCH_ALLOC_CONF=expandable_segments:True makes it fit"
     said = sweep.conclusion("batch", rows_of((942, "", True), (943, f"does not fit at x:1; {why}", True)))
-    assert "largest" not in said and said.startswith(f"batch: 942 fits, 943 does not: {why}\n  no larger value")
+    assert "largest" not in said and said.startswith(
+        f"batch: 942 fits, 943 does not: {why}\n  no larger value"
+    )
 
 
 def test_the_row_of_a_fragmented_value_has_the_remedy():
