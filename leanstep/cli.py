@@ -150,10 +150,20 @@ def _hint(error: Any) -> str:
     """What was probably meant: a command with a similar name, an option of the script."""
     option = getattr(error, "option_name", None)
     if option is not None and type(error).__name__ == "NoSuchOption":
-        return f"; options of your script go behind --, as in: leanstep diagnose train.py -- {option} ..."
+        return _behind_dashes(error.ctx, option)
     name = re.search(r"No such command '([^']*)'", error.format_message())
     close = difflib.get_close_matches(name[1], COMMANDS, n=1) if name else []
     return f" Did you mean {close[0]}?" if close else ""
+
+
+def _behind_dashes(context: Any, option: str) -> str:
+    """Show where the command that ran takes the options of the script; empty if it runs none."""
+    first = next((p for p in context.command.params if p.param_type_name == "argument"), None)
+    if first is None:
+        return ""
+    scripts = "before.py after.py" if first.nargs == -1 else "train.py"
+    called = f"{context.command_path} {scripts} -- {option} ..."
+    return f"; options of your script go behind --, as in: {called}"
 
 
 def run(arguments: list[str] | None = None) -> int:

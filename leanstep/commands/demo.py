@@ -232,7 +232,7 @@ def findings_text(result: dict[str, Any], shown: int = 3) -> Text:
 def closing_table(results: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title="before → after", title_justify="left")
     table.add_column("training step")
-    for name in ("findings", "time", "time ratio", "peak memory", "memory ratio", "same update"):
+    for name in ("findings", "time", "time ratio", "peak above start", "memory ratio", "same update"):
         table.add_column(name, justify="right")
     for result in results:
         before, after = result["before"], result["after"]

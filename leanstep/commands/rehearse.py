@@ -177,7 +177,7 @@ def _sweep(text: str, request: Request, device: Device, json: str | None) -> int
     print_text(out, sweep.heading(name, device.key))
     rows = _rows(request, name, values, device, lambda row: print_text(out, sweep.line(row)), json)
     if values is None:
-        print_text(out, sweep.largest(name, rows))
+        print_text(out, sweep.conclusion(name, rows))
     head = {"schema": verdict.SCHEMA, "leanstep": leanstep.__version__, "device": device.key}
     write_json({**head, "predicted": True, "sweep": name, "rows": rows}, json)
     return 0 if any(row["fits"] for row in rows) else 3

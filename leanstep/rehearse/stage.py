@@ -54,6 +54,7 @@ _READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOG
 # Exit code of a rehearsal that failed, and the file to which Python writes the stack of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
 UNUSED = Refusal(None, "the script creates no tensor on the GPU: select it with torch.cuda.is_available()")
+NO_GROUP = "the script created no process group: every rank runs the same single-GPU step"
 # Seconds within which an interrupted program must exit.
 _LEAVE_S = 5.0
 
@@ -96,11 +97,22 @@ def _rehearsed(request: Request, quiet: bool, show: Callable[[str], None] | None
         environment["TMPDIR"] = str(folder / "tmp")
         (folder / "tmp").mkdir()
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
-        code = _server(folder).run(asked, answered, quiet, _Watcher(answered, show))
+        errors = folder / "stderr"
+        code = _server(folder).run(asked, answered, errors if quiet else None, _Watcher(answered, show))
         got = pickle.loads(answered.read_bytes()) if answered.exists() else _lost(request, code, folder)
+        if quiet and isinstance(got, Recording) and got.refused is not None:
+            got.refused = _with_last_words(got.refused, errors)
     if isinstance(got, RehearsalError):
         raise got
     return got
+
+
+def _with_last_words(refused: Refusal, errors: Path) -> Refusal:
+    """Add the last line on standard error, which was not shown, for a program that ended itself."""
+    words = errors.read_text(errors="replace").strip().splitlines() if errors.exists() else []
+    if not words or not refused.reason.startswith("the program ended"):
+        return refused
+    return refused._replace(reason=f"{refused.reason}: {words[-1].strip()[:200]}")
 
 
 def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
@@ -154,10 +166,13 @@ class _Server:
         same = self.start == [os.environ.get(name) for name in _READ_AT_START]
         return same and self.process.poll() is None
 
-    def run(self, asked: Path, answered: Path, quiet: bool, watcher: _Watcher) -> int:
-        """Fork a rehearsal, wait for it and return its exit code. quiet: discard its output."""
-        with self.lock, Path(os.devnull).open("r+b") as null:
-            sinks = [null.fileno()] * 2 if quiet else [1, 2]
+    def run(self, asked: Path, answered: Path, errors: Path | None, watcher: _Watcher) -> int:
+        """Fork a rehearsal, wait for it and return its exit code.
+
+        errors: discard its output, and write its standard error here.
+        """
+        with self.lock, Path(os.devnull).open("r+b") as null, (errors or Path(os.devnull)).open("wb") as file:
+            sinks = [null.fileno(), file.fileno()] if errors is not None else [1, 2]
             try:
                 # One rehearsal at a time: one message in each direction.
                 socket.send_fds(self.line, [f"{asked}\n{answered}".encode()], [null.fileno(), *sinks])
@@ -376,6 +391,8 @@ def _run(request: Request, progress: Path) -> Recording:
     steps.close()
     if recording.steps:
         recording.batches = batches.report()
+        if request.ranks > 1 and tape.ranks == 1:
+            tape.notes[NO_GROUP] += 1
     return tape.finish()
 
 

@@ -12,6 +12,7 @@ Data = dict[str, Any]
 FIT = "fit"
 # The search for the largest value that fits ends here; for the first one that the script takes, there.
 _LARGEST, _FIRST = 1 << 24, 64
+_FRAGMENTATION = "fragmentation"
 
 
 def parse(text: str) -> tuple[str, list[str] | None]:
@@ -109,13 +110,21 @@ def _next(low: int, high: int, rows: Sequence[Data]) -> int:
 def _row(value: str, report: Data) -> Data:
     memory, time = report["memory"], report["time"]
     why = report["refused"]["reason"] if report["refused"] is not None else ""
+    # Enough memory in total, but not in one piece: a larger value may fit.
+    fragmented = not memory["fits"] and (
+        memory["allocated_bytes"] + memory["context_bytes"] <= memory["capacity_bytes"]
+    )
     if not memory["fits"]:
         why = f"does not fit at {memory['failed_line']}"
+        if fragmented:
+            why += f"; {_FRAGMENTATION}" + (f", {memory['advice']}" if memory["advice"] else "")
     elif not why and time is None:
         why = f"the script ended after {report['steps']} steps"
     return {
         "value": value,
         "fits": memory["fits"] and not why,
+        "ran": not memory["fits"] or not why,
+        "fragmented": fragmented,
         "allocated_bytes": memory["allocated_bytes"],
         "needed_bytes": memory["reserved_bytes"] + memory["context_bytes"],
         "capacity_bytes": memory["capacity_bytes"],
@@ -125,10 +134,21 @@ def _row(value: str, report: Data) -> Data:
     }
 
 
-def largest(name: str, rows: Sequence[Data]) -> str:
-    """Say which value is the largest that fits, and what stopped the next two that were tried."""
+def conclusion(name: str, rows: Sequence[Data]) -> str:
+    """Say which value is the largest that fits, and what stopped the next two that were tried.
+
+    Where fragmentation stopped the next one, a larger value may fit: the search says only what it tried.
+    """
     fits = [row for row in rows if row["fits"]]
     beyond = [row for row in rows if not fits or int(row["value"]) > int(fits[-1]["value"])]
+    if not any(row["ran"] for row in rows):
+        return f"no value of {name} could be rehearsed; {beyond[0]['value']}: {beyond[0]['reason']}"
+    if fits and beyond and beyond[0]["fragmented"]:
+        why = beyond[0]["reason"].partition("; ")[2]
+        return (
+            f"{name}: {fits[-1]['value']} fits, {beyond[0]['value']} does not: {why}\n"
+            "  no larger value that was tried fits; another one may"
+        )
     why = "".join(f"; {row['value']}: {row['reason']}" for row in beyond[:2])
     return f"the largest {name} that fits: {fits[-1]['value']}{why}" if fits else f"no {name} fits{why}"
 

@@ -333,8 +333,9 @@ def text(report: Data) -> str:
         for label, entries in (("branches on assumed values", branches), ("assumed values", assumed))
         if entries
     ]
-    # Notes about code that was not counted as requested come first.
-    notes = sorted(report["notes"], key=lambda note: "counted as eager code" not in note)
+    # Notes about what did not run as requested come first.
+    first = ("counted as eager code", "created no process group")
+    notes = sorted(report["notes"], key=lambda note: not any(text in note for text in first))
     tail += [f"note  {note}" for note in notes[:3]]
     if not report["device_has_rows"]:
         tail.append(f"note  no row yet: no published figure of {report['device_name']} was compared")

@@ -112,10 +112,10 @@ def _phase_shares(phases: list[Data], field: str, unit_s: float) -> Data | None:
 
 
 def cost_label(cost: Data) -> str:
-    """`3 ms`, `58 GiB`, `3 ms, 12 MiB`; a dash if no cost is known."""
+    """`3 ms`, `58 GiB`, `3 ms, 12 MiB`; empty if no cost is known."""
     parts = [units.seconds(cost["seconds"])] if cost.get("seconds") else []
     parts += [units.size(cost["bytes"])] if cost.get("bytes") else []
-    return ", ".join(parts) or "-"
+    return ", ".join(parts)
 
 
 def _demo(payload: Data) -> Data:
@@ -147,7 +147,7 @@ def _demo(payload: Data) -> Data:
                     before["peak_bytes"],
                     after["peak_bytes"],
                     (units.size(before["peak_bytes"]), units.size(after["peak_bytes"])),
-                    "peak memory of the step",
+                    "peak memory above the start of the step",
                 ),
                 "timeline_chart": charts.memory_timeline(
                     {"before": before["timeline"], "after": after["timeline"]}

@@ -132,7 +132,7 @@ def cuts_lines(result: Data) -> Group:
     return Group(judged, Text(drift_sentence(result["drift"]))) if result.get("drift") else judged
 
 
-_COLUMNS = ("script", "median", "p20–p80", "steps", "peak", "host syncs", "ops")
+_COLUMNS = ("script", "median", "p20–p80", "steps", "peak above start", "host syncs", "ops")
 
 
 def _cells(row: Data) -> list[str]:
@@ -147,7 +147,8 @@ def _gain(result: Data) -> str:
         return "no ratio: " + result["verdict"]
     gains = [_factor(result["time_ratio"], "faster", "slower")]
     if result["memory_ratio"]:
-        gains.append(_factor(result["memory_ratio"], "less memory", "more memory"))
+        above = "memory above the step's start"
+        gains.append(_factor(result["memory_ratio"], f"less {above}", f"more {above}"))
     return f"{', '.join(gains)}; {result['verdict']}"
 
 

@@ -22,7 +22,9 @@ READ = "read"  # a Python call that returns values to the host and dispatches no
 MOVE = "move"  # `.to(device)` of a value: what was read of it before was on the host
 SAVE = "save"  # autograd keeps a tensor for the backward
 BACKWARD_CALL = "backward call"  # `loss.backward(...)`; `named` has retain_graph and create_graph
-UPDATE = "update"  # an optimizer's step() begins: `args` are `Held`, `outs` the storages of its state
+UPDATE = "update"  # an optimizer's step() begins: `args` are `Held`, `outs` its state, `named` see `ON_GPU`
+# Of an update: torch's own optimizer with its default, which is a loop on a CPU and foreach on a GPU.
+ON_GPU = ("foreach_on_gpu", True)
 UPDATED = "updated"  # an optimizer's step() has ended: `args` are `Held` of its parameters with gradients
 MODEL = "model"  # a model is called for the first time in a step: `args` are its buffers
 GENERATE = "generate"  # a model call of a generation; `name`: "again" or "no context", `value`: positions

@@ -29,6 +29,7 @@ from leanstep.tape.events import (
     LEAF,
     MODEL,
     MOVE,
+    ON_GPU,
     OP,
     OPTIMIZER,
     PARAMETER,
@@ -600,7 +601,9 @@ class Recorder:
                 site, flags = self.stack.locate(frame, in_engine())
                 index, held = self.tape.count, self._held(optimizer, kind == UPDATED)
                 state = self._state_of(optimizer) if kind == UPDATE else ()
-                self._write(kind, type(optimizer).__name__, site, flags, held, (), state, value=id(optimizer))
+                named = (ON_GPU,) if _is_foreach_on_gpu(optimizer) else ()
+                name = type(optimizer).__name__
+                self._write(kind, name, site, flags, held, named, state, value=id(optimizer))
                 assert index == self.tape.count - 1
         except Exception as error:
             self.failed(error)
@@ -782,3 +785,11 @@ def _is_functions(code: CodeType) -> bool:
     for kind in kinds:
         kinds += kind.__subclasses__()
     return any(getattr(inspect.unwrap(kind.forward), "__code__", None) is code for kind in kinds)
+
+
+def _is_foreach_on_gpu(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch itself chooses how to update: one by one on a CPU, together on a GPU."""
+    return type(optimizer).__module__.startswith("torch.optim.") and all(
+        "foreach" in group and group["foreach"] is None and not group.get("fused")
+        for group in optimizer.param_groups
+    )

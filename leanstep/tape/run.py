@@ -13,6 +13,7 @@ import importlib.util
 import linecache
 import os
 import runpy
+import signal
 import sys
 import threading
 import traceback
@@ -25,7 +26,7 @@ from typing import Any
 
 from leanstep.escape import printable
 from leanstep.files import BadInput
-from leanstep.tape.children import Ended
+from leanstep.tape.children import Ended, received
 from leanstep.tape.lines import (
     LEANSTEP_FOLDER,
     TORCH_FOLDER,
@@ -260,7 +261,12 @@ def _run(program: Program, argv: Sequence[str], context: AbstractContextManager[
         print(f"leanstep: the script called {left.call}", file=sys.stderr)
         return Outcome(left.code & 0xFF)
     except KeyboardInterrupt as error:
-        _print_traceback(error)
+        line = nearest_line(traceback_frames(error.__traceback__), USER)
+        if signal.SIGINT in received:
+            # Ctrl-C is no error of the script.
+            print(f"leanstep: interrupted{f' at {line.place}' if line is not None else ''}", file=sys.stderr)
+        else:
+            _print_traceback(error)
         return Outcome(130, "KeyboardInterrupt", one_line(error))
     except BaseException as error:
         _print_traceback(error)

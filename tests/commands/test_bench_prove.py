@@ -17,7 +17,8 @@ from leanstep.cli import run
         (["kernels"], "No such command 'kernels'"),
         (["gpu-report"], "No such command 'gpu-report'"),
         (["rules"], "No such command 'rules'"),
-        (["rehearse", "train.py", "--what-if", "all"], "No such option"),
+        (["rehearse", "train.py", "--what-if", "all"], "leanstep rehearse train.py -- --what-if ..."),
+        (["prove", "a.py", "b.py", "--lr", "1"], "leanstep prove before.py after.py -- --lr ..."),
     ],
 )
 def test_what_went_is_an_error_in_one_line(capsys, arguments, said):

@@ -312,6 +312,23 @@ def test_the_scripts_own_exit_code(text: str, code: int, stderr: str | None, cap
         assert captured.err == stderr
 
 
+def test_ctrl_c_before_any_optimizer_step() -> None:
+    Path("never.py").write_text(
+        "import os, signal, torch\nmodel = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "model(torch.ones(1, 2)).sum().backward()\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    root = str(Path(cli.__file__).parents[1])
+    ended = subprocess.run(
+        [sys.executable, "-m", "leanstep", "diagnose", "never.py"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": root}, check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert ended.returncode == 130 and "Traceback" not in ended.stderr
+    assert ended.stderr.endswith("leanstep: interrupted at never.py:5\n")
+    assert "No step was recorded: interrupted; no optimizer step was seen in " in ended.stdout
+
+
 def test_ctrl_c_from_outside() -> None:
     Path("slow.py").write_text(
         READS.replace("range(5)", "range(10**9)").replace(
@@ -332,7 +349,7 @@ def test_ctrl_c_from_outside() -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert "leanstep: interrupted at " in err and "Traceback" not in err
     assert str(Path(cli.__file__).parent) + os.sep not in err
     assert "4 reads" in out
 

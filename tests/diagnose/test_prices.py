@@ -110,6 +110,21 @@ def test_an_optimizers_loop_is_priced_with_its_python() -> None:
     assert priced.seconds == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("foreach", "confidence"), [(None, "medium"), (False, "high")])
+def test_a_loop_that_torch_only_makes_on_a_cpu_is_said_to_be_one(foreach, confidence: str) -> None:
+    weights = [torch.nn.Parameter(torch.randn(64)) for _ in range(24)]
+    optimizer = torch.optim.AdamW(weights, foreach=foreach)
+
+    def step() -> None:
+        sum(w.square().sum() for w in weights).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    (finding,) = [f for f in record(step).findings() if f.rule == "unbatched-optimizer"]
+    assert finding.confidence == confidence
+    assert ("already" in finding.fix) == ("already" in finding.short_fix) == (foreach is None)
+
+
 def test_advice_fits_the_place(tmp_path) -> None:
     """A condition over several lines of transformers is known by what stands on any of them."""
     folder = tmp_path / "site-packages" / "transformers"

@@ -63,7 +63,9 @@ def test_a_factor_below_one_is_said_the_other_way_round():
     result |= {"notes": [], "before": "b", "after": "a", "time_ratio": 0.8, "memory_ratio": 5.41}
     console = Console(width=120, file=io.StringIO())
     console.print(bench_lines(result))
-    assert "1.25× slower, 5.41× less memory; the same update" in console.file.getvalue()
+    assert (
+        "1.25× slower, 5.41× less memory above the step's start; the same update" in console.file.getvalue()
+    )
 
 
 def test_no_ratio_without_a_proof(tmp_path: Path, capfd):

@@ -9,6 +9,7 @@ import pytest
 from rehearse.rehearsed import run_text
 from torch.cuda import _memory_viz
 
+from leanstep.cli import run
 from leanstep.files import BadInput
 from leanstep.rehearse import exports, sweep
 from leanstep.rehearse.cuda_allocator import MIB, Settings, memory_of, replay
@@ -120,6 +121,7 @@ def searched(largest: int, takes=lambda value: True, first: int = 1) -> tuple[li
         memory = {
             "fits": fits,
             "failed_line": "x:1",
+            "advice": "",
             "allocated_bytes": needed,
             "reserved_bytes": needed,
             "context_bytes": 0,
@@ -172,10 +174,44 @@ def test_a_sweep_names_an_argument_and_values(text):
         sweep.parse(text)
 
 
-def test_the_search_says_what_stopped_the_next_value():
-    rows = [
-        {"value": str(n), "fits": n < 4, "reason": "" if n < 4 else "the program ended: odd"}
-        for n in (1, 3, 4)
+def rows_of(*ends: tuple[int, str, bool]) -> list[dict]:
+    """Rows of a search: a value, why it ended, and whether the script stopped for another reason."""
+    return [
+        {"value": str(n), "fits": not why, "reason": why, "ran": ran, "fragmented": "fragmentation" in why}
+        for n, why, ran in ends
     ]
-    assert sweep.largest("batch", rows) == "the largest batch that fits: 3; 4: the program ended: odd"
-    assert sweep.largest("batch", rows[-1:]) == "no batch fits; 4: the program ended: odd"
+
+
+def test_the_search_says_what_stopped_the_next_value():
+    rows = rows_of((1, "", True), (3, "", True), (4, "the program ended: odd", False))
+    assert sweep.conclusion("batch", rows) == "the largest batch that fits: 3; 4: the program ended: odd"
+    rows = rows_of((1, "does not fit at x:1", True))
+    assert sweep.conclusion("batch", rows) == "no batch fits; 1: does not fit at x:1"
+
+
+def test_a_search_that_fragmentation_ended_does_not_claim_the_largest():
+    why = "fragmentation, PYTORCH_ALLOC_CONF=expandable_segments:True makes it fit"
+    said = sweep.conclusion("batch", rows_of((942, "", True), (943, f"does not fit at x:1; {why}", True)))
+    assert "largest" not in said and said.startswith(
+        f"batch: 942 fits, 943 does not: {why}\n  no larger value"
+    )
+
+
+def test_the_row_of_a_fragmented_value_has_the_remedy():
+    def judge(value):
+        memory = {"fits": value == "1", "failed_line": "x:1", "advice": "A makes it fit", "context_bytes": 5}
+        memory |= {"allocated_bytes": 70, "reserved_bytes": 95, "capacity_bytes": 80}
+        return {"memory": memory, "time": {"step_ms": 1.0, "interval_ms": [1, 1]}, "refused": None}
+
+    fits, row = sweep.run(["1", "2"], judge, lambda row: None)
+    assert row["reason"] == "does not fit at x:1; fragmentation, A makes it fit" and row["fragmented"]
+    assert fits["fits"] and not fits["fragmented"]
+
+
+def test_a_sweep_shows_the_error_of_a_script_that_takes_no_such_argument(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    assert run(["rehearse", str(script), "--sweep", "batchsize=fit"]) == 3
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last.startswith("no value of batchsize could be rehearsed; 1: the program ended with exit code 2")
+    assert last.endswith("error: unrecognized arguments: --batchsize 1")

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rehearse.rehearsed import run_text
 
+from leanstep.rehearse.answers.repeats import Numbers
 from leanstep.rehearse.events import Free, Recording
 
 MODEL = """\
@@ -96,7 +98,7 @@ def recorded(folder: Path, text: str, **options: Any) -> Recording:
 
 
 def repeated(recording: Recording) -> int:
-    return sum(n for note, n in recording.notes.items() if note.startswith("equal micro-batches"))
+    return sum(n for note, n in recording.notes.items() if note.startswith("equal forwards and backwards"))
 
 
 def shown(recording: Recording) -> list[tuple[Any, ...]]:
@@ -124,6 +126,15 @@ def test_a_repeated_micro_batch_equals_one_that_runs(tmp_path: Path, name: str) 
     different = next((pair for pair in zip(first, second, strict=False) if pair[0] != pair[1]), None)
     assert different is None and len(first) == len(second)
     assert short.peak_bytes == whole.peak_bytes
+
+
+def test_a_module_never_gets_the_number_of_a_deleted_one() -> None:
+    number, seen = Numbers(), []
+    for _ in range(20):
+        module = torch.nn.Linear(2, 2)
+        seen += [number(module), number(module)]
+        del module
+    assert seen == [n for n in range(20) for _ in "ab"]
 
 
 RANKS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from rehearse.rehearsed import SCRIPTS, run_script
+from rehearse.rehearsed import SCRIPTS, run_script, run_text
 
 from leanstep.rehearse.events import HostWait, Launch, Request
 from leanstep.rehearse.stage import rehearse
@@ -71,6 +71,15 @@ def test_a_device_for_each_rank_of_the_machine(seen):
 
 def test_a_copy_to_the_device_in_inference_mode(seen):
     assert seen["inferred"] == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("group", ["", "torch.distributed.init_process_group('nccl')\n"])
+def test_a_script_without_a_process_group_gets_a_note(tmp_path, group):
+    text = f"import torch\n{group}model = torch.nn.Linear(8, 8).cuda()\n"
+    text += "optimizer = torch.optim.SGD(model.parameters())\nfor _ in range(4):\n"
+    text += "    model(torch.ones(8, 8).cuda()).sum().backward()\n    optimizer.step()\n"
+    notes = run_text(tmp_path, text, ranks=RANKS).recording.notes
+    assert any("created no process group" in note for note in notes) == (not group)
 
 
 def test_a_recipe_is_rehearsed_on_ranks(tmp_path):

@@ -93,6 +93,16 @@ def test_nothing_is_fetched(full_page: Path):
     assert "@import" not in text and "url(" not in text and "fetch(" not in text
 
 
+@pytest.mark.parametrize("seconds", [0.004, None])
+def test_a_cost_that_is_not_known_is_left_out(tmp_path: Path, seconds: float | None):
+    report = samples.diagnose_report(tmp_path)
+    for finding in report["findings"]:
+        finding["cost"] = {"seconds": seconds, "bytes": None, "share": None, "basis": "assumed"}
+    path = tmp_path / "page.html"
+    page.add_section(path, "diagnose", report)
+    assert ("<dt>Costs about</dt>" in path.read_text(encoding="utf-8")) == (seconds is not None)
+
+
 def test_texts_cannot_become_markup(tmp_path: Path):
     path = tmp_path / "page.html"
     evil = "</script><script>alert(1)</script><!--"

@@ -302,6 +302,9 @@ def _why_no_step(watch: Any, exception: str | None, code: int) -> str:
     ended = (
         f"raised {exception}" if exception is not None else f"exited with code {code}" if code else "ended"
     )
+    if exception == "KeyboardInterrupt" and not watch.warmup_done:
+        ran = units.about(watch.ran_seconds)
+        return f"interrupted; no optimizer step was seen in {ran} (--warmup 0 records from the start)"
     if watch.warmup_done:
         return f"the script {ended} during warm-up (--warmup 0 records it)"
     return f"the script {ended} {'during' if watch.began else 'before'} its first step"

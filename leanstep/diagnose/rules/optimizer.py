@@ -20,7 +20,17 @@ from leanstep.diagnose.findings import (
 )
 from leanstep.diagnose.rules.ops import out_of_order
 from leanstep.diagnose.step import Op, Step, by_line, grouped
-from leanstep.tape.events import BACKWARD, FORWARD, OPTIMIZER, PARAMETER, RECOMPUTE, UPDATE, Held, Layout
+from leanstep.tape.events import (
+    BACKWARD,
+    FORWARD,
+    ON_GPU,
+    OPTIMIZER,
+    PARAMETER,
+    RECOMPUTE,
+    UPDATE,
+    Held,
+    Layout,
+)
 from leanstep.tape.lines import UNKNOWN, Line, Site
 from leanstep.units import size
 
@@ -38,6 +48,12 @@ UPDATE_ADVICE = (
         code=("clip_grad_norm_(", "clip_grad_value_("),
     ),
 )
+ON_CPU_ONLY = Advice(
+    "On a GPU torch already updates the parameters together (foreach): this loop is the CPU's. fused=True "
+    "updates them in one pass on both.",
+    "fused=True (already foreach on a GPU)",
+    when=lambda f: bool(f.evidence.get("foreach_on_gpu")),
+)
 TRAINERS_OPTIMIZER = Advice(
     "The trainer creates the optimizer: --optim adamw_torch_fused, or TrainingArguments("
     'optim="adamw_torch_fused").',
@@ -53,6 +69,10 @@ def unbatched_optimizer(step: Step, limits: Mapping[str, float]) -> Iterator[Hit
     lines = by_line(op for op in step.ops if op.phase == OPTIMIZER and not op.in_leanstep)
     if sum(map(len, lines.values())) < limits["ops"]:
         return
+    # A line that updates otherwise too keeps the general advice.
+    updates = [] if step.run.accelerator else step.of_kind(UPDATE)
+    by_default = {e.site.line for e in updates if ON_GPU in e.named}
+    by_default -= {e.site.line for e in updates if ON_GPU not in e.named}
     for line, ops in lines.items():
         matmuls = Counter(
             op.matmul_shape for op in ops if op.matmul is not None and op.flops <= limits["flops"]
@@ -70,12 +90,15 @@ def unbatched_optimizer(step: Step, limits: Mapping[str, float]) -> Iterator[Hit
             "groups": groups,
             "written_bytes": sum(op.written_bytes for op in ops),
         }
+        if line in by_default:
+            evidence["foreach_on_gpu"] = True
         # One pass would read and write as much as two of the kinds of ops do.
         passes = [op for op in ops if not op.flops]
         kinds = len({op.name for op in passes})
         moved = sum(op.read_bytes + op.written_bytes for op in passes) * max(0.0, 1 - 2 / max(kinds, 1))
         work = Work(loop_ops=max(len(ops) - groups, 0), moved_bytes=moved)
-        yield Hit(line, len(ops), callers_of(op.site for op in ops), OPTIMIZER, evidence, work)
+        confidence = "medium" if line in by_default else "high"
+        yield Hit(line, len(ops), callers_of(op.site for op in ops), OPTIMIZER, evidence, work, confidence)
 
 
 UNBATCHED_OPTIMIZER = Rule(
@@ -97,7 +120,7 @@ UNBATCHED_OPTIMIZER = Rule(
     removes="optimizer loop",
     edit="optimizer",
     compiled=Launches(limit="ops"),
-    advice=(TRAINERS_OPTIMIZER, *UPDATE_ADVICE),
+    advice=(ON_CPU_ONLY, TRAINERS_OPTIMIZER, *UPDATE_ADVICE),
     traces=True,
 )
 

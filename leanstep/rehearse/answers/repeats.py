@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -68,6 +69,7 @@ class Repeats:
         self.recorded = self.extrapolated = 0  # calls without gradients
         # Without an optimizer, steps are recorded by the parameters of the graph: updates run.
         self.repeats_updates = False
+        self._number = Numbers()
         self._families: dict[Any, _Family] = {}
         self._generates = False
         self._rollouts: deque[_Rollout] = deque(maxlen=MAX_SERIES)
@@ -93,7 +95,7 @@ class Repeats:
             self.recorded += 1
             return call(module, *args, **kwargs)
         state = State(module, args, kwargs)
-        family = self._families.setdefault((id(module), state.structure), _Family())
+        family = self._families.setdefault((self._number(module), state.structure), _Family())
         if family.usable and family.series.launches is not None:
             if not family.module_is_static:
                 state.add_module()
@@ -147,7 +149,7 @@ class Repeats:
         held = tape.held_numbers()
         known = next((p for p in self._passes.get(key, ()) if held.isdisjoint(p.remains)), None)
         if known is not None:
-            tape.notes["equal micro-batches: the recording of an earlier one was repeated"] += 1
+            tape.notes["equal forwards and backwards: the recording of an earlier one was repeated"] += 1
             return _Run(tape, known, state).call(state, self._anchor)
         # Nodes created since the last backward would run within this call's backward.
         is_alone = _sequence_number() == self._after_backward
@@ -171,10 +173,11 @@ class Repeats:
         module, tensors = state.module, state.tensors
         if _has_code_of_program(module) or any(t.requires_grad for t in tensors):
             return None
-        generation, before = self._cast_generation, self._cast_in.get(id(module))
-        self._cast_in[id(module)] = generation
+        number = self._number(module)
+        generation, before = self._cast_generation, self._cast_in.get(number)
+        self._cast_in[number] = generation
         return (
-            id(module),
+            number,
             self.tape.lines.here(),
             state.structure,
             state.module_structure,
@@ -194,6 +197,21 @@ class Repeats:
             return None
         with _disable_current_modes():
             return bool((value != 0).all())
+
+
+class Numbers:
+    """A number per object that no later object gets, as `id` is given again once an object is deleted."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._next = 0
+
+    def __call__(self, value: Any) -> int:
+        known = self._known.get(id(value))
+        if known is None or known[0]() is not value:
+            known = self._known[id(value)] = weakref.ref(value), self._next
+            self._next += 1
+        return known[1]
 
 
 # What a call can reach, and what it returns ------------------------------------------------------------
