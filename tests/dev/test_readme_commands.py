@@ -56,8 +56,8 @@ def test_the_targets_and_extras_exist():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = set(project["optional-dependencies"])
-    named = re.search(r"The \[extras\].*?\.", README, re.DOTALL)
-    assert named and set(re.findall(r"`(\w+)`", named[0])) <= extras
+    named = re.search(r"\[Extras\]\(.*?\):(.*?)\.\s", README, re.DOTALL)
+    assert named and {"all", "integrations"} <= set(re.findall(r"`(\w+)`", named[1])) <= extras
 
 
 @pytest.mark.parametrize("line", LEANSTEP)
