@@ -27,7 +27,7 @@ from leanstep.commands import BadInput, FellShort
 from leanstep.escape import printable
 from leanstep.extras import MissingExtra
 from leanstep.measure.busy import sleep_while_waiting
-from leanstep.tape.children import Ended, received
+from leanstep.tape.children import Ended, forking, received
 
 SUMMARY = "Check PyTorch training scripts of language models without a GPU, and make them cheaper."
 
@@ -216,6 +216,8 @@ def _one_line(message: str, code: int) -> int:
 def _end(number: int, frame: FrameType | None) -> None:
     """Handle a signal by an exception, so that `with` and `finally` blocks run."""
     received.append(number)
+    if forking:
+        return
     raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
 
 

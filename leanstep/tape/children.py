@@ -49,6 +49,8 @@ class Ended(SystemExit):
 
 # Signals that came to this process as exceptions.
 received: list[int] = []
+# Not empty around a fork, in whose callbacks Python drops exceptions: a signal is then only noted.
+forking: list[int] = []
 
 
 def raise_lost_signal() -> None:
@@ -171,17 +173,24 @@ def _fork(function: Callable[..., None], args: tuple[Any, ...]) -> Child:
     sys.stderr.flush()
     cpu.end_idle_threads()
     parent = os.getpid()
-    # Python drops exceptions of the callbacks that it runs around a fork: signals wait until afterwards.
+    before = len(received)
+    # Signals wait until after the fork; one that another thread takes is noted.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    forking.append(parent)
     try:
         with warnings.catch_warnings():
             # Python warns where there are other threads; they take no locks that the child needs.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
     finally:
+        forking.clear()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if pid:
-        return Child(pid)
+        child = Child(pid)
+        if len(received) > before:
+            child.kill()
+            raise_lost_signal()
+        return child
     code = 1
     try:
         end_with(parent)

@@ -270,3 +270,14 @@ def test_a_missing_folder_for_temporary_files_is_one_line(tmp_path, monkeypatch)
 def test_the_end_of_a_process_in_words():
     assert children.how_it_ended(3) == "ended with exit code 3"
     assert children.how_it_ended(-9) == "was ended by SIGKILL"
+
+
+def test_a_signal_that_another_thread_takes_during_a_fork_ends_the_command_after_it(monkeypatch, capfd):
+    """Python drops what a callback of a fork raises, and prints a traceback."""
+    monkeypatch.setattr(children, "received", received := [])
+    monkeypatch.setattr(cli, "received", received)
+    coming = [signal.SIGTERM]
+    os.register_at_fork(before=lambda: cli._end(coming.pop(), None) if coming else None)
+    with pytest.raises(children.Ended):
+        children.start(time.sleep, (60,), fork=True)
+    assert "Traceback" not in capfd.readouterr().err
