@@ -92,7 +92,7 @@ class Watch(StepListener, PhaseListener):
         # Whether the model ran with gradients: what ends the script then is an error of a step.
         self.began = False
         self.exception: BaseException | None = None
-        self.ran_seconds = 0.0
+        self._entered = self.ran_seconds = 0.0
         self._timed_warmup, self._times_afterwards = timed_warmup and warmup > 0, timed
         self._on_done = on_done
         self._stack = ExitStack()
@@ -147,14 +147,14 @@ class Watch(StepListener, PhaseListener):
         self._stack.enter_context(self.marker)
         self._stack.callback(replace_function(torch.utils.data.DataLoader, "__iter__", self._load))
         _current = self
-        self.ran_seconds = -time.monotonic()
+        self._entered = time.monotonic()
         self._enter_modes()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         global _current
         self.recorder.active = False
-        self.ran_seconds += time.monotonic()
+        self.ran_seconds = time.monotonic() - self._entered
         self.exception = error
         try:
             self._leave_modes()

@@ -235,15 +235,9 @@ class _LinearLogProbs(torch.autograd.Function):
         sums = new_sums(settings, needs, dw, k, hidden, index, weight, low, up)
         factors = row_factors(k, settings, softmax, ctx.pairs, g_logp, g_entropy, g_lse)
         loops.gradients(factors, memory, ctx.pairs, sums)
-        dh, dlow = reduce_over_ranks(sums.hidden, sums.low)
         if settings.main_grad is not None and needs[1]:
             dw = main_grad_mark(weight)
-        grads = (dh, dw, sums.bias, dlow, sums.up)
-        inputs = (hidden, weight, bias, low, up)
-        return (
-            *[None] * 5,
-            *[None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)],
-        )
+        return *[None] * 5, *input_gradients(sums, dw, (hidden, weight, bias, low, up))
 
 
 class Tiles(NamedTuple):
@@ -290,14 +284,18 @@ def choose_tiles(
         wide = min(-(-wide // COLUMN_BLOCK) * COLUMN_BLOCK, vocab)
     # Zero rows: one empty tile, which writes zeros to dW.
     rows = [slice(i, min(i + high, n)) for i in range(0, max(n, 1), high)]
-    # With several blocks, a 16-bit dW needs fp32 sums [V, D]; with one block, dh needs them, [N, D].
-    one = narrow and (2 * n <= 3 * vocab or settings.main_grad is not None)
+    one = narrow and (is_one_block(n, vocab) or settings.main_grad is not None)
     block = len(rows) if one else 1 if on_gpu else max(CPU_BLOCK_ROWS // high, 1)
     cols = [slice(i, min(i + wide, vocab)) for i in range(0, vocab, wide)]
     threads = 1 if on_gpu else num_threads()
     cores = min(threads, len(cols)) if n * vocab * width >= threads * CORE_WORK else 1
     share = max(-(-len(cols) // cores), 1) if cols else 1
     return Tiles(rows, block, [cols[i : i + share] for i in range(0, len(cols), share)], high, wide)
+
+
+def is_one_block(n: int, vocab: int) -> bool:
+    """Whether n rows are one block for a 16-bit dW: fp32 sums of dh, [n, D], take less than those of dW."""
+    return 2 * n <= 3 * vocab
 
 
 class RowGradient:
@@ -321,11 +319,8 @@ class RowGradient:
         return self.total
 
     def part(self, rows: slice) -> RowGradient:
-        """Return the gradient of some of the selected rows, in the same memory."""
-        x = self.x[rows] if self.index is None else self.x
-        index = None if self.index is None else self.index[rows]
-        scatters = index is not None and not self.in_place
-        return RowGradient(x, index, self.acc, self.group, self.whole() if scatters else self.whole()[rows])
+        """Return the gradient of some rows of x, of which all are selected, in the same memory."""
+        return RowGradient(self.x[rows], None, self.acc, self.group, self.whole()[rows])
 
     def begin(self, rows: slice, cores: int) -> list[Tensor]:
         """Return zeros for the sums of some rows, [n, D] per core."""
@@ -367,11 +362,11 @@ def new_sums(
     needs: Any,
     dw: Tensor | None,
     k: Tensor,
-    hidden,
-    index,
-    weight,
-    low,
-    up,  # type: ignore[no-untyped-def]
+    hidden: Tensor,
+    index: Tensor | None,
+    weight: Tensor,
+    low: Any,
+    up: Any,
 ) -> Sums:
     """Return sums of zeros; `needs`: whether hidden, weight, bias, low and up need a gradient."""
     accumulate = dw is not None and dw is settings.main_grad
@@ -711,6 +706,13 @@ def reduce_over_ranks(*gradients: RowGradient | None) -> list[Tensor | None]:
             summed = torch.zeros_like(g.x).index_add_(0, g.index, summed)  # type: ignore[union-attr]
         results.append(summed)
     return results
+
+
+def input_gradients(sums: Sums, dw: Tensor | None, inputs: tuple[Any, ...]) -> list[Tensor | None]:
+    """Return the gradients of hidden, weight, bias, low and up over all ranks, in the inputs' dtypes."""
+    dh, dlow = reduce_over_ranks(sums.hidden, sums.low)
+    grads = (dh, dw, sums.bias, dlow, sums.up)
+    return [None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)]
 
 
 def main_grad_mark(weight: Any) -> Tensor | None:

@@ -41,13 +41,14 @@ from leanstep.heads.logprob import (
     aligned_tile,
     check_entropy,
     choose_tiles,
+    input_gradients,
+    is_one_block,
     linear_logprobs,
     local_columns,
     multiply_,
     new_sums,
     open_rows,
     outside_graph,
-    reduce_over_ranks,
     row_factors,
     row_outputs,
     rows_in_gradient,
@@ -532,7 +533,7 @@ def linear_policy_loss(
     product, opened, index, tensors = open_rows(hidden, head, rows)
     if index is not None:
         # The gradients live from the forward on: those of the selected rows are smaller.
-        tensors, index = (tensors[0].index_select(0, index), *tensors[1:]), None
+        tensors = (tensors[0].index_select(0, index), *tensors[1:])
     acc = accumulation_dtype(hidden.dtype, opened.weight.dtype)
     first_id, real, vocab = local_columns(len(opened.weight), ranks, vocab_total)
     targets = check_targets(targets, rows, total, vocab)
@@ -564,7 +565,7 @@ def linear_policy_loss(
         opened.scale, opened.softcap, product, real, first_id, ranks, True, None, "grad", None, needs_grad
     )
     with torch.autocast(hidden.device.type, enabled=False):
-        out = _LinearPolicyLoss.apply(call, targets, k, chunks, of_rows, index, *tensors)
+        out = _LinearPolicyLoss.apply(call, targets, k, chunks, of_rows, *tensors)
     loss, logp, entropies, ratio, clipped = out  # type: ignore[misc]
     returned = entropies if entropy != "none" or entropy_coef else None
     metrics = policy_metrics(ratio, clipped, logp, old_logp, returned, mask)
@@ -606,11 +607,11 @@ def _chunks(
 
 class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, ids, k, chunks, of_rows, index, hidden, weight, bias, low, up):  # type: ignore[override]
-        needs = [call.needs_grad and n for n in ctx.needs_input_grad[6:]]
+    def forward(ctx, call, ids, k, chunks, of_rows, hidden, weight, bias, low, up):  # type: ignore[override]
+        needs = [call.needs_grad and n for n in ctx.needs_input_grad[5:]]
         tallest = max((c.stop - c.start for c, saved, _ in chunks if saved), default=0)
-        # One block of rows writes dW once, in its own dtype; several add to it (`choose_tiles`).
-        alone = len(chunks) == 1 and 2 * len(ids) <= 3 * call.real
+        # One block of rows writes dW once, in its own dtype; several add to it.
+        alone = len(chunks) == 1 and is_one_block(len(ids), call.real)
         fit = rows_in_gradient(weight, k.dtype)
         in_gradient = needs[1] and alone and tallest <= fit
         memory = dw = None
@@ -622,14 +623,13 @@ class _LinearPolicyLoss(torch.autograd.Function):
             memory, fit = (k.new_empty(call.real * tallest), tallest), tallest
         logp, entropies, ratio = k.new_empty(3, len(ids))
         clipped = torch.empty(len(ids), dtype=torch.bool, device=k.device)
-        loss, sums = k.new_zeros(()), new_sums(call, needs, dw, k, hidden, index, weight, low, up)
+        loss, sums = k.new_zeros(()), new_sums(call, needs, dw, k, hidden, None, weight, low, up)
         for rows, saved, lengths in chunks:
             n = rows.stop - rows.start
             held = memory if saved else None
             tiles = choose_tiles(n, hidden.shape[1], call.real, fit if held else 0, call, k.device, True)
             of_lora = None if low is None else low[rows]
-            states, places = (hidden[rows], None) if index is None else (hidden, index[rows])
-            loops = HeadLoops(call, tiles, states, places, weight, bias, of_lora, up, ids[rows], k[rows])
+            loops = HeadLoops(call, tiles, hidden[rows], None, weight, bias, of_lora, up, ids[rows], k[rows])
             table = loops.statistics(held, None)
             logp[rows], entropies[rows], _, _, softmax = row_outputs(table, k[rows], None)
             with torch.set_grad_enabled(any(needs)):
@@ -643,12 +643,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
             of_rows_ = [None if g is None else g.part(rows) for g in (sums.hidden, sums.low)]
             part = sums._replace(hidden=of_rows_[0], low=of_rows_[1], accumulate=rows.start > 0)
             loops.gradients(factors, held, None, part, in_place=not in_gradient)
-        dh, dlow = reduce_over_ranks(sums.hidden, sums.low)
-        grads = (dh, dw, sums.bias, dlow, sums.up)
-        inputs = (hidden, weight, bias, low, up)
-        ctx.grads = [
-            None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
-        ]
+        ctx.grads = input_gradients(sums, dw, (hidden, weight, bias, low, up))
         ctx.mark_non_differentiable(logp, entropies, ratio, clipped)
         ctx.set_materialize_grads(False)
         return loss, logp, entropies, ratio, clipped
@@ -662,7 +657,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         # On a CPU, reading the factor is cheaper than multiplying by 1.
         if g is not None and not (g.device.type == "cpu" and type(g) is Tensor and float(g) == 1.0):
             grads = [None if x is None else x.mul_(g) for x in grads]
-        return *[None] * 6, *(grads if g is not None else [None] * 5)
+        return *[None] * 5, *(grads if g is not None else [None] * 5)
 
 
 # --- distillation ---

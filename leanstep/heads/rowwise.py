@@ -26,11 +26,11 @@ from leanstep.heads.logprob import (
     Tiles,
     accumulation_dtype,
     aligned_tile,
+    input_gradients,
     multiply_,
     new_sums,
     open_rows,
     outside_graph,
-    reduce_over_ranks,
 )
 from leanstep.heads.parallel import first_order_only
 
@@ -188,13 +188,7 @@ class _Rowwise(torch.autograd.Function):
                         sums.bias.add_(du.sum(0, dtype=loops.acc))
                     if sums.up is not None:
                         multiply_(sums.up, du.t(), of_lora, add=True)  # type: ignore[arg-type]
-        dh, dlow = reduce_over_ranks(sums.hidden, sums.low)
-        grads = (dh, dw, sums.bias, dlow, sums.up)
-        inputs = (hidden, weight, bias, low, up)
-        return (
-            *[None] * 6,
-            *[None if g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)],
-        )
+        return *[None] * 6, *input_gradients(sums, dw, (hidden, weight, bias, low, up))
 
 
 def _differentiate(

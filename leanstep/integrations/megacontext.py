@@ -97,7 +97,7 @@ def is_due(controller: Any) -> bool:
     _, gate = getattr(controller, "_leanstep_lens", (None, None))
     calls = vars(controller).get("_leanstep_calls", 0)
     controller._leanstep_calls = calls + 1
-    return gate is None or calls % gate.every == 0
+    return gate is None or gate.runs(calls)
 
 
 def compute_lens_losses(controller: Any, batch_states: Sequence[Any]) -> Tensor | None:

@@ -193,6 +193,10 @@ class GateConfig:
         _check_choice(self, "mode", "skip", "scale", "accumulate")
         _check_integers(self, 1, "every")
 
+    def runs(self, counter: int) -> bool:
+        """Return whether the objective runs at this count."""
+        return counter % self.every == (self.every - 1 if self.mode == "accumulate" else 0)
+
 
 @dataclass(frozen=True)
 class LensConfig:

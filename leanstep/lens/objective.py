@@ -65,7 +65,7 @@ class LensObjective(nn.Module):
             return False
         gate = self.config.gate
         counter = self.micro_steps if gate.unit == "micro" else self.optimizer_steps
-        return counter % gate.every == (gate.every - 1 if gate.mode == "accumulate" else 0)
+        return gate.runs(counter)
 
     def optimizer_step(self) -> None:
         """Count an optimizer step for the gate."""

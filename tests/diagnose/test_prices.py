@@ -92,16 +92,20 @@ def test_a_head_is_priced_by_all_that_lives_at_once() -> None:
     assert abs(sum(f.work.held_bytes for f in found) - peak) < 1
 
 
-def test_an_optimizers_loop_is_priced_with_its_python() -> None:
+def step_of_adamw(foreach):
     weights = [torch.nn.Parameter(torch.randn(64)) for _ in range(24)]
-    optimizer = torch.optim.AdamW(weights, foreach=False)
+    optimizer = torch.optim.AdamW(weights, foreach=foreach)
 
     def step() -> None:
         sum(w.square().sum() for w in weights).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    watch = record(step)
+    return step
+
+
+def test_an_optimizers_loop_is_priced_with_its_python() -> None:
+    watch = record(step_of_adamw(foreach=False))
     (finding,) = [f for f in watch.findings() if f.rule == "unbatched-optimizer"]
     work = finding.work
     assert work.loop_ops >= 200 and work.moved_bytes > 0 and not work.ops
@@ -112,15 +116,7 @@ def test_an_optimizers_loop_is_priced_with_its_python() -> None:
 
 @pytest.mark.parametrize(("foreach", "confidence"), [(None, "medium"), (False, "high")])
 def test_a_loop_that_torch_only_makes_on_a_cpu_is_said_to_be_one(foreach, confidence: str) -> None:
-    weights = [torch.nn.Parameter(torch.randn(64)) for _ in range(24)]
-    optimizer = torch.optim.AdamW(weights, foreach=foreach)
-
-    def step() -> None:
-        sum(w.square().sum() for w in weights).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    (finding,) = [f for f in record(step).findings() if f.rule == "unbatched-optimizer"]
+    (finding,) = [f for f in record(step_of_adamw(foreach)).findings() if f.rule == "unbatched-optimizer"]
     assert finding.confidence == confidence
     assert ("already" in finding.fix) == ("already" in finding.short_fix) == (foreach is None)
 
