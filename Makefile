@@ -12,7 +12,7 @@ PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install 
 WORKERS := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt requirements-nodeps.txt
 
-.PHONY: demo test test-all test-avx2 test-gpu test-pretend launched-kernels mutate-kernels mutants bench museum lint docs dist clean
+.PHONY: demo test test-all test-avx2 test-gpu test-pretend launched-kernels mutate-kernels mutants covered bench museum lint docs dist clean
 
 demo: $(VENV)/.core
 	$(BIN)/leanstep demo
@@ -58,6 +58,10 @@ mutate-kernels: $(VENV)/.test
 # Does `make test` notice changed operators, constants and conditions? Half an hour on two cores.
 mutants: $(VENV)/.test
 	$(BIN)/python dev/mutants.py
+
+# Which lines of leanstep/ run in the tests, of all processes? `make covered PYTEST_ARGS='-m quick'` for `make test`.
+covered: $(VENV)/.test
+	$(BIN)/python dev/covered.py $(PYTEST_ARGS)
 
 # Real bugs of other projects: prove must name each one. It installs the versions that the exhibits need.
 museum: $(VENV)/.test
