@@ -20,7 +20,3 @@ def __getattr__(name: str) -> Any:
 
         return register_cost
     raise AttributeError(f"module 'leanstep.rehearse' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -546,9 +546,9 @@ def device_named(name: str) -> Device:
     return DEVICES[key]
 
 
-def devices_named(names: str, at_most: int = 4) -> list[Device]:
+def devices_named(names: str) -> list[Device]:
     """Parse `"h100,a100"` into devices, in that order, without duplicates."""
     chosen = list(dict.fromkeys(device_named(name) for name in names.split(",") if name.strip()))
-    if not 1 <= len(chosen) <= at_most:
-        raise ValueError(f"device: expected 1 to {at_most} devices, got {names!r}")
+    if not 1 <= len(chosen) <= 4:
+        raise ValueError(f"device: expected 1 to 4 devices, got {names!r}")
     return chosen

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from leanstep.rehearse.cuda_allocator import CachingAllocator, Memory, Pool, Settings
+from leanstep.rehearse.cuda_allocator import (
+    LARGE_SEGMENT,
+    SMALL_SEGMENT,
+    CachingAllocator,
+    Memory,
+    Pool,
+    Settings,
+)
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Alloc, Extrapolated, Free, HostWait, Launch, Recording, Step
 from leanstep.rehearse.time_model import Clock, HostCosts
@@ -80,6 +87,7 @@ class _Addresses(CachingAllocator):
         super().__init__(capacity, settings)
         self.actions: list[Data] = []
         self.streams: dict[int, int] = {}
+        self.grown = 0  # bytes that the last request took from the driver
 
     def base(self, segment: int) -> int:
         return 0x7000_0000_0000 + segment * (1 << 40)  # more addresses than any device has memory
@@ -96,31 +104,35 @@ class _Addresses(CachingAllocator):
         return block
 
     def _map(self, pool: Pool, size: int) -> tuple[int, int, int] | None:
-        before, ends = self.reserved, dict(self._ends)
+        holes = set(self._holes.get(pool, ()))
         block = super()._map(pool, size)
         if block is not None:
             segment = block[1]
             self.streams[segment] = pool[1]
-            end = self._ends[segment]
-            grown = end - ends.get(segment, 0)
-            if grown > 0:
-                self._note("segment_map", segment, end - grown, grown)
-            elif self.reserved > before:
-                self._note("segment_map", segment, block[2], self.reserved - before)
+            start = block[2] if block in holes else self._ends[segment] - self.grown
+            self._note("segment_map", segment, start, self.grown)
         return block
 
+    def _grow(self, size: int) -> None:
+        super()._grow(size)
+        self.grown = size
+
     def give_back(self) -> None:
-        free = {(segment, start): size for pool in self._free.values() for size, segment, start in pool}
+        free = {
+            (segment, start): (size, SMALL_SEGMENT if is_small else LARGE_SEGMENT)
+            for (is_small, _), blocks in self._free.items()
+            for size, segment, start in blocks
+        }
         super().give_back()
         left = {(segment, start): size for pool in self._free.values() for size, segment, start in pool}
-        for (segment, start), size in free.items():
+        for (segment, start), (size, page) in free.items():
             gone = size - left.get((segment, start), 0)
-            if gone and segment in self._ends:
-                self._note("segment_unmap", segment, start + size - gone, gone)
+            if gone and segment in self._ends:  # whole pages
+                self._note("segment_unmap", segment, start + size - gone, gone // page * page)
             elif gone:
                 self._note("segment_free", segment, 0, size)
 
-    def segments(self, device: int = 0) -> list[Data]:
+    def segments(self) -> list[Data]:
         states = ("inactive", "active_allocated", "inactive")
         result = []
         for segment, blocks in self._segments.items():
@@ -138,7 +150,7 @@ class _Addresses(CachingAllocator):
             used = sum(entry["size"] for entry in entries if entry["state"] == "active_allocated")
             result.append(
                 {
-                    "device": device,
+                    "device": 0,
                     "address": self.base(segment),
                     "total_size": sum(entry["size"] for entry in entries),
                     "allocated_size": used,

@@ -39,6 +39,8 @@ _MERGED_CALLS = frozenset(("select_scatter", "slice_scatter", "cat", "constant_p
 Transform = Callable[[Sequence[Event]], Sequence[Event]]
 # Steps among which the median is taken: the last ones.
 _MOST_TIMED = 9
+# Lines whose syncs are replayed one by one: those with the most.
+_MOST_SYNCS = 8
 
 
 def timed_step(recording: Recording, device: Device) -> Step | None:
@@ -58,8 +60,6 @@ def timed_step(recording: Recording, device: Device) -> Step | None:
 def update_step(
     recording: Recording,
     device: Device,
-    transform: Transform | None = None,
-    costs: HostCosts | None = None,
     compiled: bool = True,
     step: Step | None = None,
 ) -> Timing | None:
@@ -67,33 +67,31 @@ def update_step(
 
     Forwards without gradients are played but not counted (`aside_seconds`). None without steps.
 
-    transform: changes the events of a step before they are played. compiled: regions that torch.compile
-    captured are fused; False plays their calls one by one. step: the default is `timed_step`.
+    compiled: regions that torch.compile captured are fused; False plays their calls one by one.
+    step: the default is `timed_step`.
     """
-    timings = _timed_pieces(recording, device, transform, costs, compiled, step)
+    timings = _timed_pieces(recording, device, compiled, step)
     return joined([timing for is_update, timing in timings if is_update], device) if timings else None
 
 
 def aside_seconds(recording: Recording, device: Device, step: Step) -> float:
     """Return the seconds of a step's forwards without gradients: evaluation, scoring, rollouts."""
-    timings = _timed_pieces(recording, device, None, None, True, step)
+    timings = _timed_pieces(recording, device, True, step)
     return sum(timing.step_s for is_update, timing in timings if not is_update)
 
 
 def _timed_pieces(
     recording: Recording,
     device: Device,
-    transform: Transform | None,
-    costs: HostCosts | None,
     compiled: bool,
     step: Step | None,
 ) -> list[tuple[bool, Timing]]:
     step = step or timed_step(recording, device)
     if step is None:
         return []
-    played, pieces = _played(recording, step, transform, compiled)
+    played, pieces = _played(recording, step, None, compiled)
     ends = [end for _, end in pieces]
-    timings = time_steps(played, ends, device, costs or HostCosts.of(recording.request.host_us))
+    timings = time_steps(played, ends, device, HostCosts.of(recording.request.host_us))
     own = sum(is_update is not None for is_update, _ in pieces)
     return [(bool(kind), timing) for (kind, _), timing in zip(pieces[-own:], timings[-own:], strict=True)]
 
@@ -318,7 +316,7 @@ class SyncGain:
     saved_ms: float
 
 
-def sync_gains(recording: Recording, device: Device, now: Timing | None, at_most: int = 8) -> list[SyncGain]:
+def sync_gains(recording: Recording, device: Device, now: Timing | None) -> list[SyncGain]:
     """Return each line that waits in the update, and the time saved if only that line no longer waits.
 
     now: the step without changes.
@@ -331,7 +329,7 @@ def sync_gains(recording: Recording, device: Device, now: Timing | None, at_most
         if isinstance(event, HostWait) and event.counts:
             counts[place(event.line), event.kind] += 1
     gains = []
-    for (line, kind), count in counts.most_common(at_most):
+    for (line, kind), count in counts.most_common(_MOST_SYNCS):
         then = update_seconds(recording, device, without_waits(line), step)
         saved = (now.step_s - then) * 1e3 if then is not None else 0.0
         gains.append(SyncGain(line, kind, count, max(0.0, saved)))

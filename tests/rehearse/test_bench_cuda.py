@@ -10,6 +10,7 @@ import importlib.util
 import json
 
 import pytest
+import torch
 from rehearse.rehearsed import SCRIPTS, run_script
 
 from leanstep.rehearse.events import Launch
@@ -72,9 +73,7 @@ def test_a_gpu_runs_the_peers_own_kernels(benched):
     assert "cut-cross-entropy" in {kernel.name for event in launched for kernel in event.kernels}
 
 
-def test_the_default_size_and_dtype_of_a_gpu(benched):
-    assert benched[1]["defaults"] == {
-        "logprob-linear": ["gpu", "bf16"],
-        "muon-step": ["gpu", "bf16"],
-        "lens-loss": ["gpu", "bf16"],
-    }
+@pytest.mark.parametrize("name", ["logprob_linear", "muon_step", "lens_loss"])
+def test_the_default_size_and_dtype_of_a_gpu(name):
+    benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    assert (benchmark.size_on("cuda"), benchmark.dtype_on("cuda")) == ("gpu", torch.bfloat16)

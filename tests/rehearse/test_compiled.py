@@ -66,6 +66,40 @@ def test_backward_has_a_workspace_of_its_own(tmp_path):
     assert [s.nbytes for s in recording.storages.values() if s.category == "library"] == 2 * [32 * 2**20]
 
 
+COMPILED = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+called = model
+if sys.argv[1] == "method":
+    model.compile()
+else:
+    called = torch.compile(model)
+    called.eval().scale = 5.0
+print(next(iter(called.state_dict())), called.training, len(called), getattr(model, "scale", None))
+for _ in range(3):
+    called(torch.ones(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "compiled", "printed"),
+    [
+        ("method", True, "0.weight True 2 None"),
+        ("method", False, "0.weight True 2 None"),
+        ("function", False, "_orig_mod.0.weight False 2 5.0"),
+    ],
+)
+def test_a_module_is_compiled_by_its_method_and_runs_eagerly_where_asked(tmp_path, how, compiled, printed):
+    script = tmp_path / "train.py"
+    script.write_text(COMPILED)
+    got = run_script(script, how, capture=tmp_path, compiled=compiled)
+    assert got.recording.refused is None, got.recording.refused
+    assert got.printed.strip() == printed
+    assert {r.name for r in got.recording.regions.values()} == ({"Sequential"} if compiled else set())
+
+
 def _graph(function, count):
     """The graph of a function of matrices, in ATen's calls."""
     from torch.fx.experimental.proxy_tensor import make_fx

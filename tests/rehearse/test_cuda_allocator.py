@@ -58,25 +58,17 @@ def test_neighbours_merge_when_freed():
     assert replay(*log(*halves)).reserved == 100 * MIB
 
 
-def test_fragments_that_are_no_neighbours_do_not_help():
-    entries = [
-        (1, 90 * MIB),
-        (1, 0),
-        (2, 30 * MIB),
-        (3, 30 * MIB),
-        (4, 30 * MIB),
-        (2, 0),
-        (4, 0),
-        (5, 60 * MIB),
-    ]
-    got = replay(*log(*entries))
-    assert got.allocated == 90 * MIB and got.reserved == 150 * MIB
-
-
 def test_a_full_device_gives_back_empty_segments_before_it_fails():
     entries = [(1, 60 * MIB), (1, 0), (2, 80 * MIB)]
     assert replay(*log(*entries), capacity=100 * MIB).failed is None
     assert replay(*log((1, 60 * MIB), (2, 80 * MIB)), capacity=100 * MIB).failed == 1
+
+
+def test_a_threshold_gives_back_empty_segments_before_the_device_is_full():
+    entries = log((1, 40 * MIB), (1, 0), (2, 60 * MIB))
+    collects = Settings.read("garbage_collection_threshold:0.5")
+    reserved = [replay(*entries, 100 * MIB, None, s).reserved for s in (collects, Settings())]
+    assert reserved == [60 * MIB, 100 * MIB]
 
 
 def test_a_request_may_fill_the_device():
@@ -91,6 +83,10 @@ def test_expandable_segments_return_pages_between_blocks():
     # The pages are mapped again behind the last block; the addresses between the others stay unused.
     assert allocator.allocate(3, 60 * MIB) and allocator.reserved == 140 * MIB
     assert allocator.place_of(3)[2] == 120 * MIB
+    # With more memory they are mapped there.
+    allocator.capacity = 180 * MIB
+    assert allocator.allocate(4, 40 * MIB) and allocator.reserved == 180 * MIB
+    assert allocator.place_of(4)[2] == 40 * MIB
 
 
 def test_expandable_segments_return_pages_at_their_end():

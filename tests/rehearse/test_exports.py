@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +16,8 @@ from leanstep.files import BadInput
 from leanstep.rehearse import exports, sweep
 from leanstep.rehearse.cuda_allocator import MIB, Settings, memory_of, replay
 from leanstep.rehearse.devices import device_named
-from leanstep.rehearse.events import Alloc, Free
+from leanstep.rehearse.events import Alloc, Free, Kernel, Launch, Recording, Request, Step, StreamWait
+from leanstep.rehearse.time_model import seconds
 from leanstep.rehearse.what_if import timed_step, update_step
 
 H100 = device_named("h100")
@@ -39,7 +42,7 @@ def recording(tmp_path_factory):
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 def test_the_snapshot_has_the_peaks_of_the_verdict(recording, settings):
     assert recording.allocator == "expandable_segments:True"
-    recording = type(recording)(**{**vars(recording), "allocator": settings})
+    recording = replace(recording, allocator=settings)
     memory = memory_of(recording, H100.memory_bytes, H100.context_bytes)
     snapshot = exports.memory_snapshot(recording, memory)
     sign = {"alloc": 1, "free_completed": -1}
@@ -56,6 +59,22 @@ def test_the_snapshot_has_the_peaks_of_the_verdict(recording, settings):
     assert _memory_viz.segsum(snapshot)
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+def test_what_a_full_device_gives_back_is_in_the_snapshot(expandable):
+    signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+    for seed in range(20):
+        draw, held = random.Random(seed), {}
+        allocator = exports._Addresses(400 * MIB, Settings(expandable=expandable))
+        for number in range(200):
+            if held and draw.random() < 0.5:
+                key = draw.choice(list(held))
+                allocator.release(key, held.pop(key))
+            elif allocator.allocate(number, size := 512 * draw.randint(1, 120_000)):
+                held[number] = size
+        mapped = sum(signs[action["action"]] * action["size"] for action in allocator.actions)
+        assert mapped == allocator.reserved, seed
+
+
 def test_the_timeline_is_a_chrome_trace_of_the_step(recording):
     step = timed_step(recording, H100)
     trace = json.loads(json.dumps(exports.chrome_trace(recording, H100, step)))
@@ -67,30 +86,17 @@ def test_the_timeline_is_a_chrome_trace_of_the_step(recording):
     assert all(a + d <= b + 1e-2 for (a, d), (b, _) in pairwise(kernels))
 
 
-def growing(settings: Settings) -> int:
-    """Reserved bytes after blocks that grow: each is freed before the next."""
-    events = []
-    for i in range(20):
-        size = (100 + 10 * i) * MIB
-        kept = 1000 + i  # a small block keeps the freed one from merging with the end
-        events += [Alloc(i, size, None, "forward", 0), Alloc(kept, 2 * MIB, None, "forward", 0), Free(i, 0)]
-    return replay(events, {}, settings=settings).reserved
-
-
-def test_expandable_segments_follow_the_high_water_mark():
-    plain, expandable = growing(Settings()), growing(Settings(expandable=True))
-    assert expandable < plain
-    one = [Alloc(0, 100 * MIB, None, "forward", 0), Free(0, 0), Alloc(1, 150 * MIB, None, "forward", 0)]
-    assert replay(one, {}, settings=Settings(expandable=True)).reserved == 160 * MIB
-    assert replay(one, {}).reserved == 250 * MIB
-
-
-def test_a_split_limit_keeps_expandable_blocks_from_reuse_on_later_versions():
-    text = "expandable_segments:True,max_split_size_mb:64"
-    events = [Alloc(0, 100 * MIB, None, "forward", 0), Alloc(1, 20 * MIB, None, "forward", 0), Free(0, 0)]
-    events += [Alloc(2, 40 * MIB, None, "forward", 0)]
-    reserved = [replay(events, {}, settings=Settings.read(text, v)).reserved for v in ("2.9.0", "2.12.1")]
-    assert reserved == [120 * MIB, 160 * MIB]
+def test_the_timeline_has_a_row_of_collectives():
+    gather = Kernel("collective", 1e9, sizes=(8, 1), name="all_gather")
+    product = Kernel("pointwise", 1e9)
+    step = [Launch("all_gather", (gather,), None, "forward", 0, mark=1), StreamWait(1, 0)]
+    step.append(Launch("mul", (product,), None, "forward", 0))
+    made = Recording(Request("train.py"), "2.13", step, steps=[Step(0, 0, 3)])
+    spans = [e for e in exports.chrome_trace(made, H100, made.steps[0])["traceEvents"] if e["ph"] == "X"]
+    sent, waits = (e for e in spans if e["cat"] == "kernel")
+    assert (sent["name"], sent["tid"], waits["tid"]) == ("all_gather (all_gather)", 1000, 0)
+    assert sent["dur"] == pytest.approx(seconds(gather, H100) * 1e6, rel=1e-3)
+    assert waits["ts"] == pytest.approx(sent["ts"] + sent["dur"], abs=0.01)
 
 
 def test_each_stream_has_its_own_blocks():

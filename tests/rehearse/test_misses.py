@@ -88,7 +88,6 @@ for i in range(3):
     [
         ('torch.backends.fp32_precision = "tf32"', "tf32"),
         ('torch.backends.cuda.matmul.fp32_precision = "tf32"', "tf32"),
-        ('torch.set_float32_matmul_precision("high")', "tf32"),
         ('torch.backends.fp32_precision = "ieee"', "float32"),
     ],
 )
@@ -215,16 +214,16 @@ for i in range(3):
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "said"),
+    ("size", "dtype", "device", "said"),
     [
-        (64, "float32", "FlashAttention only support fp16 and bf16 data type, got float32"),
-        (512, "bfloat16", "FlashAttention forward only supports head dimension at most 256, got 512"),
-        (64, "bfloat16", None),
+        (64, "float32", "a100", "FlashAttention only support fp16 and bf16 data type, got float32"),
+        (512, "bfloat16", "a100", "FlashAttention forward only supports head dimension at most 256, got 512"),
+        (64, "float16", "t4", "FlashAttention only supports Ampere GPUs or newer."),
     ],
 )
-def test_a_stand_in_refuses_what_the_library_refuses(tmp_path, size, dtype, said):
-    refused = run_text(tmp_path, FLASH.format(size=size, dtype=dtype)).recording.refused
-    assert refused is None if said is None else refused.reason.endswith(said)
+def test_a_stand_in_refuses_what_the_library_refuses(tmp_path, size, dtype, device, said):
+    text = FLASH.format(size=size, dtype=dtype)
+    assert run_text(tmp_path, text, device=device).recording.refused.reason.endswith(said)
 
 
 LOADED = """\
@@ -258,21 +257,39 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 layer = torch.nn.Linear(64, 64).cuda()
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-for i in range(3):
-    q = layer(torch.randn(2, 4, 128, 64, device="cuda")).to(torch.{dtype})
+for dtype in (torch.bfloat16, torch.float32):
+    q = layer(torch.randn(2, 4, 128, 64, device="cuda")).to(dtype)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         torch.nn.functional.scaled_dot_product_attention(q, q, q).float().sum().backward()
     optimizer.step()
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_kernel_that_torch_was_told_to_use_must_take_the_call(tmp_path, dtype):
-    refused = run_text(tmp_path, FORCED.format(dtype=dtype)).recording.refused
-    if dtype == "float32":
-        assert refused is not None and "No available kernel" in refused.reason
-    else:
-        assert refused is None
+def test_a_kernel_that_torch_was_told_to_use_must_take_the_call(tmp_path):
+    recording = run_text(tmp_path, FORCED).recording
+    assert len(recording.steps) == 1 and "No available kernel" in recording.refused.reason
+
+
+PADDED = """\
+import torch
+from leanstep import masked_token_logprobs
+torch.set_default_device("cuda")
+head = torch.nn.Linear(32, 256, bias=False)
+optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+for _ in range(4):
+    tokens = torch.randint(0, 256, (4, 16))
+    mask = torch.tensor([[False] * 8 + [True] * 8] * 4)
+    hidden = torch.randn(4, 16, 32)
+    for chosen in (mask, None):
+        masked_token_logprobs(hidden, head, tokens, chosen).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_default_device_is_not_where_the_host_counts_a_padded_batch(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    recording = run_text(tmp_path, PADDED).recording
+    assert recording.refused is None and len(recording.steps) == 3
 
 
 BY_HAND = LOOP.replace("    optimizer.step()\n", "").replace(

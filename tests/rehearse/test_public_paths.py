@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 from rehearse.rehearsed import SCRIPTS, Rehearsed, run_script
 
 from leanstep.heads import OBJECTIVES, PREFERENCES
-from leanstep.rehearse.events import Alloc, Event, HostWait, Kernel, Launch, Storage
+from leanstep.rehearse.events import Alloc, Event, HostWait, Kernel, Launch
+
+Events = list[Event]
 
 PATHS = {
     "logprob": (
@@ -47,7 +50,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
     return run_script(SCRIPTS / "public_paths.py", capture=folder, steps=100_000, device="h100")
 
 
-def sizes_of(paths: Rehearsed, room: str, name: str) -> list[tuple[dict[str, Any], list[Event]]]:
+def sizes_of(paths: Rehearsed, room: str, name: str) -> list[tuple[dict[str, Any], Events]]:
     """(what was run, its events) for every size of a path."""
     assert paths.recording.refused is None, paths.recording.refused
     found = []
@@ -61,88 +64,59 @@ def sizes_of(paths: Rehearsed, room: str, name: str) -> list[tuple[dict[str, Any
     return found
 
 
-def launched(events: list[Event]) -> list[Launch]:
+def launched(events: Events) -> list[Launch]:
     return [e for e in events if isinstance(e, Launch) and e.kernels]
 
 
-def products(events: list[Event]) -> list[tuple[Kernel, str]]:
+def products(events: Events) -> list[tuple[Kernel, str]]:
     """Products that tensor cores could do, with their lines."""
     calls = [(kernel, str(e.line)) for e in launched(events) for kernel in e.kernels]
     return [(k, line) for k, line in calls if k.kind == "gemm" and min(k.sizes[1:]) >= SMALLEST_TILE]
 
 
-def broken(found: dict[str, Counter]) -> str:
-    """{size: what is wrong, how often} as lines, the most frequent first."""
+def wrong_at(paths: Rehearsed, room: str, name: str, look: Callable[[Events, int], Iterable[str]]) -> str:
+    """What `look` finds in the events of each size (and its tokens), as lines, the most frequent first."""
+    found = {
+        entry["size"]: Counter(look(events, entry["tokens"])) for entry, events in sizes_of(paths, room, name)
+    }
     return "\n".join(f"{size}: {n} x {what}" for size, c in found.items() for what, n in c.most_common(4))
 
 
 @pytest.mark.parametrize(("room", "name"), ALL)
 def test_the_host_never_waits(paths, room, name):
-    found = {
-        entry["size"]: Counter(f"{e.kind} at {e.line}" for e in events if isinstance(e, HostWait))
-        for entry, events in sizes_of(paths, room, name)
-    }
-    assert broken(found) == ""
+    def look(events: Events, _: int) -> Iterable[str]:
+        return (f"{e.kind} at {e.line}" for e in events if isinstance(e, HostWait))
+
+    assert wrong_at(paths, room, name, look) == ""
 
 
 @pytest.mark.parametrize(("room", "name"), ALL)
 def test_every_operand_of_a_product_is_16_byte_aligned(paths, room, name):
-    found = {
-        entry["size"]: Counter(
-            f"{k.sizes} aligned to {k.alignment} at {line}"
-            for k, line in products(events)
-            if k.alignment < 16
-        )
-        for entry, events in sizes_of(paths, room, name)
-    }
-    assert broken(found) == ""
+    def look(events: Events, _: int) -> Iterable[str]:
+        return (f"{k.sizes}, {k.alignment} at {line}" for k, line in products(events) if k.alignment < 16)
+
+    assert wrong_at(paths, room, name, look) == ""
 
 
 # Every model, hidden state and head of the script has 16 bits, or runs under autocast; NorMuon multiplies in
 # 16 bits whatever the parameters have.
 @pytest.mark.parametrize(("room", "name"), ALL)
 def test_no_product_is_done_in_fp32(paths, room, name):
-    found = {
-        entry["size"]: Counter(
-            f"{k.sizes} in {k.dtype} at {line}"
-            for k, line in products(events)
-            if k.dtype in ("float32", "tf32", "float64")
-        )
-        for entry, events in sizes_of(paths, room, name)
-    }
-    assert broken(found) == ""
+    def look(events: Events, _: int) -> Iterable[str]:
+        slow = ("float32", "tf32", "float64")
+        return (f"{k.sizes}, {k.dtype} at {line}" for k, line in products(events) if k.dtype in slow)
 
-
-def is_square(storage: Storage, tokens: int) -> bool:
-    """Whether two of its sides (or one flat side) are those of a tokens x tokens table, or a multiple."""
-    sides = [n for n in storage.shape if n >= tokens and n % tokens == 0]
-    return len(sides) > 1 or any(n % tokens**2 == 0 for n in sides)
+    assert wrong_at(paths, room, name, look) == ""
 
 
 @pytest.mark.parametrize(("room", "name"), [p for p in ALL if p.values[0] in ("gpt", "lens")])
 def test_no_storage_is_tokens_by_tokens(paths, room, name):
-    storages = paths.recording.storages
-    found = {
-        entry["size"]: Counter(
-            f"{storages[e.storage].shape} {storages[e.storage].dtype} at {e.line}"
-            for e in events
-            if isinstance(e, Alloc) and is_square(storages[e.storage], entry["tokens"])
-        )
-        for entry, events in sizes_of(paths, room, name)
-    }
-    assert broken(found) == ""
+    def look(events: Events, tokens: int) -> Iterable[str]:
+        for event in events:
+            shape = paths.recording.storages[event.storage].shape if isinstance(event, Alloc) else ()
+            # Two of its sides (or one flat side) are those of a tokens x tokens table, or a multiple.
+            sides = [n for n in shape if n >= tokens and n % tokens == 0]
+            if len(sides) > 1 or any(n % tokens**2 == 0 for n in sides):
+                yield f"{shape} at {event.line}"
 
-
-@pytest.mark.parametrize(
-    ("shape", "square"),
-    [
-        ((96, 96), True),
-        ((2, 192, 96), True),
-        ((96 * 96,), True),
-        ((96, 4096), False),
-        ((96,), False),
-        ((), False),
-    ],
-)
-def test_a_table_of_tokens_by_tokens_is_known_by_its_shape(shape, square):
-    assert is_square(Storage(0, 1, shape, "int64", None, "forward", 0), 96) is square
+    assert wrong_at(paths, room, name, look) == ""

@@ -19,7 +19,7 @@ def third_step(how: str, ranks: int) -> tuple[list[Launch], list[HostWait], int]
     return launches, [e for e in events if isinstance(e, HostWait)], len(found.recording.regions)
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("fsdp", 2), ("fsdp", 8), ("fsdp-mesh", 8)])
+@pytest.mark.parametrize(("how", "ranks"), [("fsdp", 8), ("fsdp-mesh", 8)])
 def test_fsdp2(how, ranks):
     launches, waits, regions = third_step(how, ranks)
     assert not waits

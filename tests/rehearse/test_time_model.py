@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tool_loader import load_tool
 
 from leanstep.rehearse.devices import DEVICES, device_named, devices_named
 from leanstep.rehearse.events import HostWait, Kernel, Launch, Product
 from leanstep.rehearse.kernel_costs import Shape, attention_kernel, kernels
 from leanstep.rehearse.time_model import BLIND_WIDTHS, RATES, WIDTHS, Clock, HostCosts, seconds, time_steps
 
+calibrate = load_tool("calibrate")
 H100, A100, V100 = DEVICES["h100"], DEVICES["a100"], DEVICES["v100"]
 COSTS = HostCosts(call_us=10, backward_us=5, view_us=2, launch_us=2, wait_us=12)
 
@@ -73,12 +74,6 @@ def test_a_full_queue_holds_the_host():
     assert clock.host == pytest.approx(10e-6 + 3 * 10_000e-6)
 
 
-def test_removing_syncs_never_takes_longer():
-    events = [e for i in range(40) for e in (launch(of_length(3 + 17 * (i % 5))), wait())]
-    without = [e for e in events if isinstance(e, Launch)]
-    assert played(*without).now <= played(*events).now
-
-
 def test_steps_are_timed_between_their_ends_with_host_and_device_apart():
     one = [launch(of_length(100)), launch(of_length(100)), wait()]
     timings = time_steps(one * 3, [3, 6, 9], H100, COSTS)
@@ -90,14 +85,6 @@ def test_steps_are_timed_between_their_ends_with_host_and_device_apart():
     assert (steady.kernels, steady.calls, steady.waits) == (2, 2, 1)
     assert steady.bound_by == "device"
     assert steady.interval_s[0] < steady.step_s < steady.interval_s[1]
-
-
-def test_a_host_bound_step_says_so_and_has_a_wider_interval():
-    slow = time_steps([launch(of_length(200))] * 4, [2, 4], H100, COSTS)[-1]
-    quick = time_steps([launch(of_length(3))] * 4, [2, 4], H100, COSTS)[-1]
-    assert (slow.bound_by, quick.bound_by) == ("device", "host")
-    width = [t.interval_s[1] / t.interval_s[0] for t in (slow, quick)]
-    assert width[1] > width[0]
 
 
 def test_mfu_holds_the_models_products_against_the_peak_of_their_types():
@@ -156,15 +143,11 @@ def test_long_softmax_rows_that_start_anywhere_go_element_by_element():
     assert time(1023) == pytest.approx(time(1024), rel=0.01)  # in a warp's registers: no block, no steps
 
 
-def test_small_batched_products_cost_their_tiles_not_their_flops():
-    small, large = product(64, 64, 64, batch=512), product(512, 512, 512)
-    assert small.flops == large.flops
-    assert seconds(small, H100) > seconds(large, H100) * 0.99
-
-
 def test_time_grows_with_every_size():
-    for grown in (product(4096, 1024, 1024), product(1024, 4096, 1024), product(1024, 1024, 4096)):
-        assert seconds(grown, H100) > seconds(product(1024, 1024, 1024), H100)
+    base = seconds(product(4096, 4096, 4096), H100)
+    sizes = [(16384, 4096, 4096), (4096, 16384, 4096), (4096, 4096, 16384)]
+    for grown in (*(product(*size) for size in sizes), product(4096, 4096, 4096, batch=4)):
+        assert 3.5 < seconds(grown, H100) / base < 4.5
 
 
 def row_shape(rows: int, length: int) -> Shape:
@@ -175,34 +158,6 @@ def test_a_softmax_row_that_no_block_can_keep_is_read_again():
     short, long = row_shape(64_000, 1000), row_shape(1000, 64_000)
     times = [seconds(kernels("_softmax", [x], [x])[0], A100) for x in (short, long)]
     assert times[1] > 1.2 * times[0]
-
-
-def test_few_long_rows_wait_for_their_own_loads():
-    few, many = row_shape(8, 524_288), row_shape(4096, 1024)
-    weight = [Shape((n,), (1,), 4, "float32") for n in (524_288, 1024)]
-    times = [
-        seconds(kernels("native_layer_norm", [x, w], [x])[0], H100)
-        for x, w in zip((few, many), weight, strict=True)
-    ]
-    assert times[0] > 5 * times[1]
-
-
-def test_addresses_bound_a_half_precision_broadcast_and_bytes_a_single_precision_one():
-    def time(width: int, dtype: str, small: tuple[int, ...]) -> float:
-        x = Shape((8192, 4096), (4096, 1), width, dtype)
-        y = Shape(small, (1,) * len(small), width, dtype)
-        return seconds(kernels("mul", [x, y], [x])[0], H100)
-
-    half, single = time(2, "bfloat16", (4096,)), time(4, "float32", (4096,))
-    assert single < 1.6 * half  # twice the bytes, the same addresses
-
-
-def test_a_transposed_copy_wastes_sectors():
-    x = Shape((4096, 4096), (4096, 1), 2, "bfloat16")
-    turned = Shape((4096, 4096), (1, 4096), 2, "bfloat16")
-    straight, crossed = (kernels("copy_", [source], [x])[0] for source in (x, turned))
-    assert (straight.kind, crossed.kind) == ("pointwise", "strided")
-    assert seconds(crossed, H100) > 2 * seconds(straight, H100)
 
 
 def test_narrowing_copies_are_vectorised_and_widening_ones_are_not():
@@ -306,22 +261,7 @@ def test_devices_are_found_by_key_and_alias_and_have_a_source():
         assert device.source and 0.5 <= device.sustained <= 1 and device.vendor in RATES
 
 
-@pytest.fixture(scope="module")
-def calibrate():
-    path = Path(__file__).parents[2] / "dev" / "calibrate.py"
-    if not path.exists():
-        pytest.skip("dev/ is not in this installation")
-    spec = importlib.util.spec_from_file_location("calibrate", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules["calibrate"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_committed_constants_keep_their_error_on_the_tables(calibrate):
+def test_committed_constants_keep_their_error_on_the_tables():
     rows = calibrate.read(sorted((Path(calibrate.ROOT) / "dev/traces").glob("*.csv")))
     judged = [(r, calibrate.predicted_us(r, RATES[r.device.vendor]) / r.measured_us) for r in rows]
     errors = calibrate.by_class(judged)
@@ -332,7 +272,7 @@ def test_committed_constants_keep_their_error_on_the_tables(calibrate):
         assert 0.75 < ratio < 1.25, trace
 
 
-def test_a_table_counts_the_gap_before_a_queued_kernel(calibrate, tmp_path):
+def test_a_table_counts_the_gap_before_a_queued_kernel(tmp_path):
     def call(number: int) -> dict:
         args = {"External id": number, "Input Dims": [[64]], "Input type": ["float"], "Input Strides": [[1]]}
         return {"cat": "cpu_op", "name": "aten::neg", "args": args}
@@ -352,7 +292,7 @@ def test_a_table_counts_the_gap_before_a_queued_kernel(calibrate, tmp_path):
     assert row["queued_us"] == 4.0  # of 4, 4, 3 + 1 and 2
 
 
-def test_a_fit_finds_constants_that_made_the_rows(calibrate):
+def test_a_fit_finds_constants_that_made_the_rows():
     """Rows made from known constants: the search comes back to them."""
     rows = calibrate.read(sorted((Path(calibrate.ROOT) / "dev/traces").glob("h100*.csv")))
     truth = replace(calibrate.START, start_us=1.8, stream=0.6, issue=2.0)
@@ -411,3 +351,7 @@ def test_the_interval_is_that_of_the_steps_class():
     assert width_of(compiled) == pytest.approx(BLIND_WIDTHS["h100", "compiled"])
     assert width_of(steps_of(convolution, convolution)) == pytest.approx(WIDTHS["convolutions"])
     assert width_of(steps_of(product, device=DEVICES["mi300x"])) == pytest.approx(WIDTHS["amd"])
+    # The host's 10 us per call bound this one; both uncertainties count.
+    host_bound = steps_of(launch(of_length(3)))
+    both = math.hypot(math.log(WIDTHS["short kernels"]), math.log(WIDTHS["host"]))
+    assert host_bound.bound_by == "host" and width_of(host_bound) == pytest.approx(math.exp(both))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from leanstep import units
 from leanstep.rehearse import verdict, what_if
 from leanstep.rehearse.devices import DEVICES
 from leanstep.rehearse.events import (
@@ -75,14 +76,13 @@ def recorded(steps: int = 3, waits: int = 1, region: int = 0, state_bytes: int =
 def test_without_its_waits_a_step_is_never_longer_and_a_line_is_found_by_name():
     made = recorded(waits=3)
     now = what_if.update_step(made, H100)
-    free = what_if.update_step(made, H100, what_if.without_waits())
-    other = what_if.update_step(made, H100, what_if.without_waits("train.py:99 main"))
+    free = what_if.update_seconds(made, H100, what_if.without_waits())
+    other = what_if.update_seconds(made, H100, what_if.without_waits("train.py:99 main"))
     assert now is not None and free is not None and other is not None
-    assert free.step_s < now.step_s == other.step_s
-    assert free.waits == 0 and now.waits == 3
+    assert free < now.step_s == pytest.approx(other) and now.waits == 3
     (gain,) = what_if.sync_gains(made, H100, now)
     assert (gain.line, gain.kind, gain.count) == ("train.py:5 main", "item", 3)
-    assert gain.saved_ms == pytest.approx((now.step_s - free.step_s) * 1e3)
+    assert gain.saved_ms == pytest.approx((now.step_s - free) * 1e3)
 
 
 def test_a_fused_run_reads_its_input_and_writes_what_is_read_later():
@@ -168,13 +168,21 @@ def test_smaller_states_are_replayed_not_guessed():
 
 
 @pytest.mark.parametrize(
-    ("state_mib", "expected"),
-    [(520, [("bf16_state", True), ("zero1:2", True)]), (1_200, [("bf16_state", False), ("zero1:4", True)])],
+    ("state_mib", "memory_mib", "expected"),
+    [
+        (520, 600, [("bf16_state", True), ("zero1:2", True)]),
+        (1_200, 600, [("bf16_state", False), ("zero1:4", True)]),
+        # The state alone is not enough: a sixteenth of 584 MiB, 160 of activations, 64 gathered.
+        (520, 280, [("bf16_state", False), ("fsdp:16", True)]),
+    ],
 )
-def test_what_makes_it_fit_is_the_smallest_change_that_does(state_mib, expected):
-    device = replace(H100, memory_bytes=600 * MIB, context_bytes=0)
+def test_what_makes_it_fit_is_the_smallest_change_that_does(state_mib, memory_mib, expected):
+    device = replace(H100, memory_bytes=memory_mib * MIB, context_bytes=0)
     changes = verdict.what_fits(recorded(state_bytes=state_mib * MIB), device)
     assert [(change["change"], change["fits"]) for change in changes] == expected
+    report = {**verdict.judge(recorded(), [device]), "to_fit": changes}
+    fits = [line for line in verdict.text(report).splitlines() if line.startswith("  to fit: ")]
+    assert [": fits, " in line for line in fits] == [fits for _, fits in expected]
 
 
 def test_the_json_object_has_the_fields_of_the_specification():
@@ -225,6 +233,18 @@ def test_a_refused_script_gives_its_line_and_reason_and_no_step_time():
     assert report["time"] is None
     assert report["refused"] == {"line": "train.py:4 main", "reason": "reads data_ptr()"}
     assert "stopped at train.py:4 main: reads data_ptr()" in verdict.text(report)
+
+
+def test_a_timed_script_that_was_refused_says_where_and_what_its_links_took():
+    made = recorded(steps=1)
+    made.refused, made.ended = Refusal(LOSS, "reads data_ptr()"), "refused"
+    made.steps[-1] = made.steps[-1]._replace(last=len(made.events) + 1)
+    exchange = Kernel("collective", 1e9, sizes=(8, 1), name="all_gather")
+    made.events.append(call(exchange, UPDATE, "optimizer", 0))
+    report = verdict.judge(made, [H100])
+    said = verdict.text(report)
+    assert "  stopped at train.py:5 main: reads data_ptr()" in said.splitlines()
+    assert f", links {units.ms(seconds(exchange, H100) * 1e3)} (" in said
 
 
 def test_a_compiled_script_without_the_eager_figure_does_not_claim_to_have_run_eagerly():

@@ -417,10 +417,14 @@ def _kept_in_registers(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
 
 
 class CompiledModule(torch.nn.Module):
-    """The result of torch.compile(module) when regions run eagerly: names still start with `_orig_mod.`."""
+    """The result of torch.compile(module) when regions run eagerly: names still start with `_orig_mod.`.
+
+    Like torch's own, it reads and sets attributes of the module.
+    """
 
     def __init__(self, module: torch.nn.Module):
         super().__init__()
+        del self.training
         self._orig_mod = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -432,7 +436,13 @@ class CompiledModule(torch.nn.Module):
         return getattr(self._modules["_orig_mod"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_orig_mod" or name not in dir(type(self._modules.get("_orig_mod", self))):
+        if name == "_orig_mod" or "_orig_mod" not in self.__dict__.get("_modules", ()):
             super().__setattr__(name, value)
         else:
             setattr(self._orig_mod, name, value)
+
+    def __len__(self) -> int:
+        return len(self._orig_mod)  # pyright: ignore[reportArgumentType]
+
+    def __bool__(self) -> bool:
+        return True  # also without a length

@@ -257,8 +257,6 @@ def _register_own_costs() -> None:
     register_cost("xxt_kernel", _symmetric_product)
     register_cost("xtx_kernel", _symmetric_product)
     register_cost("transpose_kernel", _transpose)
-    for name in ("lens_pairs_kernel", "lens_targets_kernel", "lens_rows_kernel"):
-        register_cost(name, functools.partial(_lens, name))
     register_cost("softcap_rows_kernel", _softcap_rows)
     register_cost("relu_product_kernel", _relu_product)
     # Kernels of other packages that contain matrix products or make more than one pass.
@@ -345,19 +343,6 @@ def _relu_product(arguments: Mapping[str, Any]) -> Kernel:
     moved = a.nbytes + b.nbytes + pre.nbytes + out.nbytes
     flops = 2.0 * sizes[1] * sizes[2] * sizes[3]
     return Kernel("gemm", moved, flops, a.dtype, sizes, name="relu_product_kernel")
-
-
-def _lens(name: str, arguments: Mapping[str, Any]) -> Kernel:
-    """lens: reads each tensor argument once; with a few hundred rows, launch latency dominates."""
-    tensors = [t for t in arguments.values() if hasattr(t, "nbytes") and hasattr(t, "stride")]
-    return Kernel(
-        "softmax",
-        sum(t.nbytes for t in tensors),
-        0.0,
-        "float32",
-        (_programs(arguments), 1),
-        name=name,
-    )
 
 
 def _fused_head(products: int, arguments: Mapping[str, Any]) -> Kernel:

@@ -4,7 +4,6 @@ bench_cuda.py FOLDER: writes the objects there. Parity means nothing here, since
 """
 
 import importlib
-import json
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 
 from benchmarks.harness import main
 from leanstep.measure import timing
-from leanstep.measure.parity import dtype_name
 
 timing.WARM_S = 0.0
 folder = Path(sys.argv[1])
@@ -27,9 +25,3 @@ for name, rows in {
         main(benchmark, ["--impl", rows, *common, "--json", str(folder / f"{name}.json")])
     except SystemExit as ended:
         assert ended.code == 1  # parity of assumed values
-chosen = [
-    importlib.import_module(f"benchmarks.{n}").BENCHMARK for n in ("logprob_linear", "muon_step", "lens_loss")
-]
-(folder / "defaults.json").write_text(
-    json.dumps({b.name: [b.size_on("cuda"), dtype_name(b.dtype_on("cuda"))] for b in chosen})
-)

@@ -70,6 +70,9 @@ seen["gathered"] = everywhere.tolist()
 apart = [torch.empty_like(lengths) for _ in range(dist.get_world_size())]
 dist.all_gather(apart, lengths)
 seen["apart"] = [t.tolist() for t in apart]
+objects = [None] * dist.get_world_size()
+dist.all_gather_object(objects, {"loss": 1.5})
+seen["objects"] = objects
 with torch.inference_mode():  # autograd does not take calls apart here
     seen["inferred"] = torch.tensor([1.0, 2.0]).to("cuda").mul(2).tolist()
 
@@ -78,6 +81,7 @@ mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "model"))
 payload = torch.randn(1_024, device="cuda")
 dist.all_reduce(payload, group=mesh["data"].get_group())  # MARK over two
 functional.all_gather_tensor(payload, 0, mesh["model"]).add_(1)  # MARK over four
+dist.send(payload, 4)  # MARK sent
 paired = nn.Linear(64, 64, device="cuda")
 paired = nn.parallel.DistributedDataParallel(paired, process_group=mesh["data"].get_group())
 paired(torch.randn(8, 64, device="cuda")).sum().backward()  # MARK paired
