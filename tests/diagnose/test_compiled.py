@@ -8,6 +8,7 @@ import pytest
 import torch
 from diagnose.test_steps import Expected, expected
 
+from leanstep.cpu import find_compiler
 from leanstep.diagnose.compiled import after_compiler
 from leanstep.diagnose.compiled_code import CompiledCode, Graph, Kernel, Saved, first_sentence
 from leanstep.diagnose.find import finding_of
@@ -86,6 +87,50 @@ def test_a_backend_below_autograd_takes_the_second_cast_for_the_first(write_scri
     assert found_in(watch) == planted - {cast}
     ((removed, why),) = watch.compiled.removed
     assert (removed.rule, removed.line.number, why) == (cast[0], cast[2], "nothing remains (ATen calls)")
+
+
+FUSED = """\
+import torch
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+bank = torch.nn.Parameter(torch.randn(4, 128, 128) / 8)
+optimizer = torch.optim.SGD([bank], lr=0.1)
+x = torch.randn(32, 128)
+
+
+@torch.compile
+def loss_of(h):
+    for layer in range(4):
+        h = torch.tanh(h @ bank[layer])
+    for _ in range(40):
+        h = h * 0.9 + 0.1
+    return h.mean()
+
+
+for _ in range(4):
+    optimizer.zero_grad()
+    loss = loss_of(x)
+    loss.backward()
+    optimizer.step()
+    loss.item()  # expect: host-sync count=1
+"""
+
+
+@pytest.mark.timeout(300)
+def test_inductor_removes_what_it_fuses(write_script, watched):
+    """Eager runs have a storm of 80 ops and four fills of the bank; the compiled step has neither."""
+    if find_compiler() is None:
+        pytest.skip("Inductor needs a C++ compiler")
+    torch._dynamo.reset()
+    script = write_script(FUSED)
+    watch = watched(script)
+    assert found_in(watch) == expected(script, slow=set())
+    removed = {(f.rule, f.line.number, f.count) for f, _ in watch.compiled.removed}
+    assert removed == {("zero-fill", 13, 4), ("op-storm", 15, 80)}
+    (graph,) = watch.compiled.graphs
+    assert (graph.backend, graph.level) == ("inductor", "kernels")
+    assert {kernel.backward for kernel in graph.kernels} == {False, True}
 
 
 BREAKS = """\
