@@ -187,6 +187,10 @@ def test_frames_give_the_function(tmp_path: Path, monkeypatch, twice: bool) -> N
         ("train.py(7): <module>", "train.py", ""),
         # Another version of the file: the name of the trace, without this one's code.
         ("train.py(6): step", "train.py:6", ""),
+        ("{folder}/train.py(1): step", "train.py:1", "def step(x):"),
+        # An installed package, of another version; Python's own library is no place.
+        ("_pytest/main.py(3): wrap", "_pytest/main.py:3", ""),
+        ("threading.py(3): run", "aten::item > aten::_local_scalar_dense", ""),
     ],
 )
 def test_a_place_is_a_function_never_a_guessed_line(
@@ -197,9 +201,21 @@ def test_a_place_is_a_function_never_a_guessed_line(
         "def step(x):\n    y = x @ x\n    z = y.sum()\n    return z.item()\n\n\nstep(1)\n"
     )
     trace = waiting("cuda", "StreamSynchronize", TO_HOST)
-    trace.frame(frame, 0, 1990)
+    trace.frame(frame.format(folder=tmp_path), 0, 1990)
     (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
     assert (finding.line.place, finding.line.code) == (place, code)
+
+
+def test_the_call_stacks_of_older_traces_have_the_running_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("def step(x):\n    y = x @ x\n    return y.item()\n\n\nstep(1)\n")
+    trace = waiting("cuda", "StreamSynchronize", TO_HOST)
+    for event in trace.events:
+        if event["cat"] == "cpu_op":
+            event["args"]["Call stack"] = "_pytest/main.py(4): wrap;train.py(3): step;train.py(6): <module>"
+    (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
+    assert (finding.line.place, finding.line.library) == ("_pytest/main.py:4", True)
+    assert [(line.place, line.code) for line in finding.callers] == [("train.py:3", "return y.item()")]
 
 
 def test_the_backward_has_the_function_of_its_forward(tmp_path: Path, monkeypatch) -> None:
