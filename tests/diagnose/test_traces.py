@@ -37,6 +37,20 @@ def test_a_wait_costs_what_the_device_idles(tmp_path: Path, vendor: str, sync: s
     assert "waits 94 µs" in finding.what
 
 
+def test_graphs_compiled_regions_and_other_devices_are_named(tmp_path: Path) -> None:
+    """The busiest device is judged, as if the other one were not in the trace."""
+    trace = waiting("cuda", "StreamSynchronize", TO_HOST)
+    alone = TraceRun(str(trace.write(tmp_path / "t.json")))
+    assert {note["kind"] for note in alone.not_seen} == {"dropped"}
+    trace.op("Torch-Compiled Region: 0/0", 140, 149)
+    trace.call("GraphLaunch", 141, 142)
+    trace.add("kernel", "kernel", 125, 160, tid=7, device=1, stream=7, correlation=trace.links)
+    run = TraceRun(str(trace.write(tmp_path / "t.json")))
+    assert {note["kind"] for note in run.not_seen} == {"dropped", "rank", "cuda-graph", "compiled"}
+    (one,), (other,) = alone.findings(), run.findings()
+    assert (one.line, one.count, one.seconds) == (other.line, other.count, other.seconds)
+
+
 def test_a_copy_that_blocks_in_one_call_is_a_wait(tmp_path: Path) -> None:
     """ROCm's `hipMemcpyWithStream` copies and waits at once."""
     trace = GpuTrace("hip")
