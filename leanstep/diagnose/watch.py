@@ -6,13 +6,12 @@ is part of the step that follows.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
@@ -34,7 +33,6 @@ from leanstep.tape.marks import ROLLOUT
 from leanstep.tape.modes import SavedHooks, as_it_is, hide_from_compiler, leave_mode, reach_modes_again
 from leanstep.tape.phases import PhaseListener, PhaseMarker
 from leanstep.tape.recorder import Recorder
-from leanstep.tape.run import Program, Stop, as_main
 from leanstep.tape.steps import StepListener, StepMarker
 
 # A step that takes longer than this is not repeated just to be timed.
@@ -596,21 +594,6 @@ def watch(steps: int = 3, warmup: int = 1, limits: Limits | None = None) -> Watc
     changes no number.
     """
     return Watch(steps, warmup, limits)
-
-
-def record(script: str, arguments: Sequence[str] = (), steps: int = 3, warmup: int = 1) -> Tape:
-    """Run a script, and stop it after `steps` steps that follow `warmup` others; return what it did.
-
-    Without an update the whole run is one step. `tape.steps` are the recorded steps.
-    """
-
-    def stop() -> None:
-        raise Stop
-
-    program, watched = Program.find(script), Watch(steps, warmup, timed=False, on_done=stop)
-    with contextlib.suppress(Stop), as_main(program, arguments), watched:
-        program.run()
-    return watched.tape
 
 
 # They run below compiled regions as well.

@@ -119,9 +119,6 @@ class Site:
     ) -> None:
         self.line, self.caller, self.code_id, self.in_leanstep = line, caller, code_id, in_leanstep
 
-    def __repr__(self) -> str:
-        return f"Site({self.line.file}:{self.line.number})"
-
 
 UNKNOWN = Site(UNKNOWN_LINE)
 

@@ -337,7 +337,8 @@ def run_read_call(
     target = read_target(args)
     if kind == "one_hot":
         result = _run_one_hot(func, args, kwargs)
-        if (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1:
+        known = copies.holds(target) or (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) != -1
+        if not known:
             count("scalar", target)
         return result
     known = kind != "cpu" and copies.holds(target)

@@ -82,7 +82,7 @@ def test_json_validates_and_names_the_line(reads: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dead_rows_sft", "unbatched_adamw", "transposed_add", "clean_pairs", "unused_grad"]
+    "name", ["dead_rows_sft", "unbatched_adamw", "transposed_add", "clean_rows", "unused_grad_adapter"]
 )
 def test_every_output_validates(name: str) -> None:
     assert run(STEPS / f"{name}.py", "--json", "out.json") == 0

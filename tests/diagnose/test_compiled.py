@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import io
-import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from diagnose.conftest import run_beside
-from diagnose.test_steps import SCRIPTS, STEPS, Expected, expected, slow_dtypes
+from diagnose.test_steps import Expected, expected
 
+from leanstep.cpu import find_compiler
 from leanstep.diagnose.compiled import after_compiler
 from leanstep.diagnose.compiled_code import CompiledCode, Graph, Kernel, Saved, first_sentence
 from leanstep.diagnose.find import finding_of
@@ -22,139 +18,119 @@ from leanstep.diagnose.rules import RULES, Limits
 from leanstep.diagnose.watch import Watch
 from leanstep.tape.lines import Line
 
+PLANTED = """\
+import torch
+import torch.nn.functional as F
 
-def with_compiled_region(script: Path, backend: str):
-    """The script with everything between its zero_grad() and its backward() in a compiled function.
-
-    Lines keep their numbers: findings of both scripts can be compared.
-    """
-    tree = ast.parse(script.read_text(encoding="utf-8"), str(script))
-    *outer, body = around_backward(tree)
-    end = next(i for i, s in enumerate(body) if is_backward(s))
-    first = next((i + 1 for i, s in enumerate(body[:end]) if ".zero_grad(" in ast.unparse(s)), 0)
-    inside, last = body[first:end], body[end]
-    assert isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)
-    assert isinstance(last.value.func, ast.Attribute)
-    nested = [*outer, body]
-    # The statement of each list that holds the next one.
-    holders = [next(s for s in one if two in lists_of(s)) for one, two in itertools.pairwise(nested)]
-    earlier = [one[: one.index(holder)] for one, holder in zip(outer, holders, strict=True)]
-    before = set().union(*map(stored_in, [*earlier, body[:first]]))
-    stored = sorted(stored_in(inside))
-    # Local to the region, given to it and handed back: what it stores in a global ends a graph.
-    given, names = ", ".join(n for n in stored if n in before), "".join(f"{n}, " for n in stored)
-    made = ast.parse(
-        f"def region({given}):\n    return None, ({names})\n"
-        f"region = torch.compile(region, backend={backend!r})\nvalue, ({names}) = region({given})\nvalue"
-    )
-    for node in ast.walk(made):
-        if hasattr(node, "lineno"):
-            ast.copy_location(node, last)
-            node.end_lineno, node.end_col_offset = last.lineno, last.col_offset + 1
-    region, wrapped, call, value = made.body
-    assert isinstance(region, ast.FunctionDef) and isinstance(value, ast.Expr)
-    handed = region.body[0]
-    assert isinstance(handed, ast.Return) and isinstance(handed.value, ast.Tuple)
-    handed.value.elts[0] = last.value.func.value
-    region.body = [*inside, handed]
-    last.value.func.value = value.value
-    body[first : end + 1] = [call, last]
-    # Made where its names are known: once in the module, or in the function that trains, before its loop.
-    place = outer[0].index(holders[0]) if outer else first
-    nested[0][place:place] = [region, wrapped]
-    return compile(tree, str(script), "exec")
+torch.manual_seed(0)
+torch.set_num_threads(1)
+bank = torch.nn.Parameter(torch.randn(12, 64, 64) / 8)
+layers = [torch.nn.Parameter(torch.randn(64, 64) / 8) for _ in range(40)]
+head = torch.nn.Parameter(torch.randn(64, 1024) / 8)
+forgotten = torch.nn.Parameter(torch.randn(64, 64) / 8)
+optimizer = torch.optim.AdamW([bank, *layers, head], lr=1e-3, foreach=False)
+x, labels = torch.randn(256, 64), torch.randint(0, 1024, (256,))
+labels[:192] = -100
 
 
-def around_backward(tree: ast.Module) -> list[list[ast.stmt]]:
-    """Nested lists of statements, the innermost with a backward() of its own; functions begin anew."""
-    found = [tree.body]
-    while not any(map(is_backward, found[-1])):
-        inner, statements = next(
-            (s, b)
-            for s in found[-1]
-            for b in lists_of(s)
-            if any(calls_backward(n) for t in b for n in ast.walk(t))
-        )
-        found = [*([] if isinstance(inner, (ast.FunctionDef, ast.ClassDef)) else found), statements]
-    return found
+@torch.compile(backend="{backend}")
+def loss_of(x):
+    h = x
+    for layer in range(12):
+        h = h + torch.tanh(h @ bank[layer])  # expect: zero-fill count=12
+    for weight in layers:
+        h = h + torch.tanh(h @ weight)
+    h = h + h @ forgotten  # expect: unused-grad count=1
+    half = h.bfloat16()
+    h = h + half.float()
+    h = h - half.float()  # expect: duplicate-cast count=1
+    means = h.mean(0)
+    penalty = torch.zeros(())
+    for i in range(64):
+        penalty = penalty + means[i].square()  # expect: op-storm count=128
+    logits = h @ head  # expect: dead-rows count=192
+    return F.cross_entropy(logits, labels) + penalty
 
 
-def lists_of(statement: ast.stmt) -> list[list[ast.stmt]]:
-    return [getattr(statement, name) for name in ("body", "orelse") if getattr(statement, name, None)]
+for _ in range(4):
+    optimizer.zero_grad()
+    loss = loss_of(x)
+    loss.backward()
+    optimizer.step()  # expect: unbatched-optimizer count=378
+    loss.item()  # expect: host-sync count=1
+"""
 
 
-def is_backward(statement: ast.stmt) -> bool:
-    """A call on its own, of a loss: a gradient that is handed in belongs to a backward by hand."""
-    return isinstance(statement, ast.Expr) and calls_backward(statement.value)
-
-
-def calls_backward(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return False
-    return node.func.attr == "backward" and not node.args
-
-
-def stored_in(statements: list[ast.stmt]) -> set[str]:
-    """Names that statements assign themselves, not functions and comprehensions inside them."""
-    inner = (
-        ast.FunctionDef,
-        ast.ClassDef,
-        ast.Lambda,
-        ast.ListComp,
-        ast.GeneratorExp,
-        ast.DictComp,
-        ast.SetComp,
-    )
-    found: set[str] = set()
-    todo: list[ast.AST] = list(statements)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        if not isinstance(node, inner):
-            todo += ast.iter_child_nodes(node)
-    return found
-
-
-def watched_region(script: Path, backend: str) -> Watch:
+def watched_region(write_script, watched, backend: str) -> tuple[Path, Watch]:
     torch._dynamo.reset()
-    watch = Watch(timed_warmup=True)
-    code = with_compiled_region(script, backend)
-    with run_beside(script), contextlib.redirect_stdout(io.StringIO()), watch:
-        exec(code, {"__name__": "__main__", "__file__": str(script)})
-    assert watch.recorder.errors == []
-    return watch
+    script = write_script(PLANTED.format(backend=backend))
+    return script, watched(script)
 
 
 def found_in(watch: Watch) -> Expected:
     return {(f.rule, f.line.file, f.line.number, f.count) for f in watch.findings()}
 
 
-# One script per kind of waste; the others of the folder behave as these do (docs/diagnose.md).
-AS_IT_STANDS = [
-    "clean_lm", "dead_rows_folder", "dead_rows_sft", "duplicate_cast", "sync_in_loop", "zero_fill_bank",
-    "storm_pairs", "unused_grad", "unbatched_adamw", "clean_accumulation", "sync_metrics",
-]  # fmt: skip
+def test_a_backend_that_runs_calls_as_they_stand_keeps_every_finding(write_script, watched):
+    """A loop over layers stays clean inside a compiled region as well."""
+    script, watch = watched_region(write_script, watched, "eager")
+    assert found_in(watch) == expected(script, slow=set())
+    assert watch.compiled.removed == [] and watch.not_seen == []
+    assert [(graph.function, graph.backend) for graph in watch.compiled.graphs] == [("loss_of", "eager")]
 
 
-@pytest.mark.parametrize("name", AS_IT_STANDS)
-def test_a_backend_that_runs_calls_as_they_stand_keeps_every_finding(name: str):
-    script = next(s for s in SCRIPTS if name in (s.stem, s.parent.name))
-    watch = watched_region(script, "eager")
-    assert found_in(watch) == expected(script, slow_dtypes(watch))
-    assert watch.compiled.graphs and watch.compiled.removed == []
-    assert watch.not_seen == []
-    assert {graph.backend for graph in watch.compiled.graphs} == {"eager"}
-
-
-def test_a_backend_below_autograd_takes_the_second_cast_for_the_first():
-    """AOTAutograd finds common subexpressions: the one practice script that aot_eager repairs."""
-    watch = watched_region(STEPS / "duplicate_cast.py", "aot_eager")
-    assert found_in(watch) == set()
+def test_a_backend_below_autograd_takes_the_second_cast_for_the_first(write_script, watched):
+    """AOTAutograd finds common subexpressions: of the planted faults aot_eager repairs one."""
+    script, watch = watched_region(write_script, watched, "aot_eager")
+    planted = expected(script, slow=set())
+    (cast,) = [mark for mark in planted if mark[0] == "duplicate-cast"]
+    assert found_in(watch) == planted - {cast}
     ((removed, why),) = watch.compiled.removed
-    assert (removed.rule, removed.line.number, why) == (
-        "duplicate-cast", 16, "nothing remains (ATen calls)",
-    )  # fmt: skip
+    assert (removed.rule, removed.line.number, why) == (cast[0], cast[2], "nothing remains (ATen calls)")
+
+
+FUSED = """\
+import torch
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+bank = torch.nn.Parameter(torch.randn(4, 128, 128) / 8)
+optimizer = torch.optim.SGD([bank], lr=0.1)
+x = torch.randn(32, 128)
+
+
+@torch.compile
+def loss_of(h):
+    for layer in range(4):
+        h = torch.tanh(h @ bank[layer])
+    for _ in range(40):
+        h = h * 0.9 + 0.1
+    return h.mean()
+
+
+for _ in range(4):
+    optimizer.zero_grad()
+    loss = loss_of(x)
+    loss.backward()
+    optimizer.step()
+    loss.item()  # expect: host-sync count=1
+"""
+
+
+@pytest.mark.timeout(300)
+def test_inductor_removes_what_it_fuses(write_script, watched):
+    """Eager runs have a storm of 80 ops and four fills of the bank; the compiled step has neither."""
+    if find_compiler() is None:
+        pytest.skip("Inductor needs a C++ compiler")
+    torch._dynamo.reset()
+    script = write_script(FUSED)
+    watch = watched(script)
+    assert found_in(watch) == expected(script, slow=set())
+    removed = {(f.rule, f.line.number, f.count) for f, _ in watch.compiled.removed}
+    assert removed == {("zero-fill", 13, 4), ("op-storm", 15, 80)}
+    (graph,) = watch.compiled.graphs
+    assert (graph.backend, graph.level) == ("inductor", "kernels")
+    assert {kernel.backward for kernel in graph.kernels} == {False, True}
 
 
 BREAKS = """\

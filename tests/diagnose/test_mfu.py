@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from leanstep import diagnose
@@ -88,33 +85,6 @@ def test_a_causal_kernel_counts_half_of_the_square():
         assert num_pairs(queries, keys, True, window) == sum(map(sum, seen))
 
 
-def test_checkpoints_and_optimizers_are_no_model_flops():
-    class Multiplying(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {})
-
-        @torch.no_grad()
-        def step(self):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.add_(p.grad @ p.grad.mT, alpha=-1e-3)
-
-    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.GELU(), nn.Linear(16, 16, bias=False))
-    optimizer = Multiplying(model.parameters())
-    x = torch.randn(8, 16, requires_grad=True)
-
-    def step():
-        checkpoint(model, x, use_reentrant=False).square().mean().backward()
-        optimizer.step()
-
-    flops = recorded(step)
-    one = 2 * 8 * 16 * 16
-    assert sum(flops.forward.values()) == 2 * one and sum(flops.backward.values()) == 4 * one
-    assert 0 < sum(flops.recomputed.values()) <= 2 * one
-    assert flops.optimizer == {"float32": 2 * 2 * 16**3}
-    assert flops.all == flops.model + sum(flops.recomputed.values()) + 2 * 2 * 16**3
-
-
 def test_a_head_in_tiles_counts_three_products():
     """Its backward makes the logits again: that is no work of the model's."""
     from leanstep.heads import linear_logprobs
@@ -128,19 +98,11 @@ def test_a_head_in_tiles_counts_three_products():
 # Published counts per token (pytorch/torchtitan, pull request 4300): 4,096 tokens in one sequence
 
 
-@dataclass(frozen=True)
-class Attention:
-    heads: int
-    score_dim: int
-    value_dim: int
-
-
-def attend(q, k, v, heads: Attention, window: int | None):
+def attend(q, k, v, window: int | None):
     """Every query meets `window` keys, or all: torchtitan counts no causal half."""
     tokens = q.shape[0]
     near = tokens if window is None else window
-    q, k = (x.reshape(tokens // near, near, heads.heads, heads.score_dim).transpose(1, 2) for x in (q, k))
-    v = v.reshape(tokens // near, near, heads.heads, heads.value_dim).transpose(1, 2)
+    q, k, v = (x.reshape(tokens // near, near, 64, 64).transpose(1, 2) for x in (q, k, v))
     return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).reshape(tokens, -1)
 
 
@@ -175,17 +137,11 @@ class Experts(nn.Module):
         out = (F.silu(gate) * value) @ self.down + self.down_bias
         return torch.zeros_like(x).index_add(0, rows, out.reshape(-1, dim) * scores)
 
-    @property
-    def idle(self) -> int:
-        """Parameters that a token does not meet."""
-        bank = [p for name, p in self.named_parameters() if name.startswith(("up", "down"))]
-        return sum(p.numel() for p in bank) * (self.experts - self.top_k) // self.experts
-
 
 class GptOssLayer(nn.Module):
     def __init__(self, dim: int, experts: int, window: int | None) -> None:
         super().__init__()
-        self.heads, self.window = Attention(64, 64, 64), window
+        self.window = window
         self.qkv, self.out = nn.Linear(dim, 80 * 64), nn.Linear(64 * 64, dim)
         self.sinks = nn.Parameter(torch.empty(64))
         self.norms = nn.ModuleList(Norm(dim) for _ in range(2))
@@ -194,7 +150,7 @@ class GptOssLayer(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(self.norms[0](x)).split([64 * 64, 8 * 64, 8 * 64], -1)
         k, v = (y.view(-1, 8, 64).repeat_interleave(8, 1).flatten(1) for y in (k, v))
-        mixed = attend(q, k, v, self.heads, self.window).view(-1, 64, 64) * self.sinks[:, None]
+        mixed = attend(q, k, v, self.window).view(-1, 64, 64) * self.sinks[:, None]
         x = x + self.out(mixed.flatten(1))
         return x + self.moe(self.norms[1](x))
 
@@ -235,7 +191,6 @@ def test_published_counts_of_mixtures(name, build, published):
         model = build()
         flops = recorded(lambda: model(torch.empty(tokens, dtype=torch.long)).backward())
     assert flops.recomputed == {} and flops.optimizer == {}
-    idle = sum(module.idle for module in model.modules() if isinstance(module, Experts))
     vectors = sum(
         p.numel() * (module.top_k / module.experts if isinstance(module, Experts) else 1)
         for module in model.modules()
@@ -244,8 +199,6 @@ def test_published_counts_of_mixtures(name, build, published):
     )
     per_token, rest = divmod(flops.model, tokens)
     assert rest == 0 and per_token + 6 * vectors == published
-    # Only active experts: the same formula over all parameters is far above.
-    assert 6 * idle > published / 50
 
 
 # Shares

@@ -140,12 +140,6 @@ def test_too_many_autograd_nodes_are_named(write_script, watched, monkeypatch) -
     assert kinds(watch) >= {"dropped"}
 
 
-def test_sparse_tensors_do_not_disturb_the_recorder(write_script, watched) -> None:
-    body = "loss = torch.sparse.mm(torch.eye(8).to_sparse(), model(x).T).mean()"
-    watch = watched(write_script(TRAIN.format(setup="", body=body)))
-    assert watch.not_seen == []
-
-
 def test_disagreement_with_torchs_own_sync_warnings_is_said() -> None:
     assert unseen.disagreement(100, 95) is None
     assert unseen.disagreement(0, 0) is None

@@ -10,6 +10,7 @@ from diagnose.made import op, read, sized, steps
 from leanstep import diagnose
 from leanstep.diagnose import cost
 from leanstep.diagnose.find import find
+from leanstep.diagnose.outputs import screen
 from leanstep.tape.lines import Line, Site
 
 MIB = 1024 * 1024
@@ -68,6 +69,9 @@ def test_what_is_worth_a_line_does_not_depend_on_how_busy_the_machine_is() -> No
         small.append([cost.is_small(finding) for finding in findings])
     assert shown == [["zero-fill"]] * 2
     assert small == [[False], [True]]
+    counted = "1 smaller finding: 1 × zero-fill (--all shows it)"
+    assert counted in screen.screen(watch, findings, "train.py")
+    assert counted not in screen.screen(watch, findings, "train.py", show_all=True)
 
 
 def test_a_head_is_priced_by_all_that_lives_at_once() -> None:

@@ -117,8 +117,12 @@ def test_dead_rows_are_the_minimum_over_steps_and_only_the_heads() -> None:
     assert "varies" in find(steps(dead(60), dead(50)))[0].what
     assert counts(dead(60), dead(0)) == []
     product, _, after = dead(100)
-    # A wide layer that no softmax reads is no head.
+    # A wide layer that no softmax reads is no head. logits[rows, targets] reads classes; logits[rows] none.
     assert counts([product, after]) == []
+    rows, targets, logits = tensor(200), tensor(200), product.outs[0]
+    read = op("index", logits, (rows, targets), outs=[tensor(200)])
+    assert counts([product, read, after]) == [("dead-rows", 7, 100)]
+    assert counts([product, op("index", logits, (rows,), outs=[tensor(200, 1000)]), after]) == []
 
 
 def fills(count: int, num_bytes: int, ratio: int = 4, name: str = "select_backward") -> list[Event]:

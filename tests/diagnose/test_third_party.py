@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,9 @@ def found(watch) -> dict[tuple[str, str], int]:
     return {(f.rule, f.line.code): f.count for f in watch.findings()}
 
 
-def run(watched, name: str):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return watched(HERE / f"{name}.py")
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 def test_torch_muon_walks_over_its_matrices(watched) -> None:
-    watch = run(watched, "muon")
+    watch = watched(HERE / "muon.py")
     findings = found(watch)
     # 8 matrices x 23 (2 lerps, a cast, norm, clamp, divide, 15 matmuls, decay, update),
     # 11 parameters x AdamW's 9.
@@ -44,7 +37,7 @@ needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="
 
 @needs_transformers
 def test_transformers_trainer_scores_the_prompt(watched) -> None:
-    watch = run(watched, "trainer")
+    watch = watched(HERE / "trainer.py")
     findings = found(watch)
     # 8 sequences, 32 ignored labels each; the loss shifts by one, so the last prompt row predicts an answer
     # and the last row of all predicts nothing: 32 dead rows either way.
@@ -58,7 +51,7 @@ def test_transformers_trainer_scores_the_prompt(watched) -> None:
 
 @needs_trl
 def test_trl_grpo_reads_the_device_all_over(watched) -> None:
-    watch = run(watched, "grpo")
+    watch = watched(HERE / "grpo.py")
     findings = found(watch)
     assert {rule for rule, _ in findings} == {"host-sync", "dead-rows"}
     # Off Triton devices every position is scored, the prompts' as well.

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from diagnose.test_steps import STEPS, expected
 from diagnose.trace_maker import profiled
 
 from leanstep.diagnose.traces.trace_report import TraceRun
 
-STEPS = Path(__file__).parent / "steps"
-MARK = re.compile(r"# expect: (.*)$")
 # Rules that a trace can answer; the others need values, storages or which leaf an optimizer holds.
 KNOWN = ("host-sync", "op-storm", "unbatched-optimizer", "transposed-copy", "full-vocab", "retained-chunks")
 # (script, rule) -> why a trace cannot know it.
@@ -23,12 +21,7 @@ CANNOT = {
 }
 # `unbatched_by_hand` has no optimizer: nothing marks where a step ends.
 PLANTED = ("sync_", "storm_", "unbatched_a", "unbatched_m", "transposed_", "full_vocab_", "retained_")
-CLEAN = (
-    "clean_checkpoint",
-    "clean_chunk_backward",
-    "clean_average_then_layers",
-    "clean_host_data",
-)
+CLEAN = ("clean_checkpoint", "clean_chunk_backward", "clean_average_then_layers", "clean_host_data")
 SCRIPTS = sorted(path for path in STEPS.glob("*.py") if path.stem.startswith((*PLANTED, *CLEAN)))
 
 
@@ -40,19 +33,17 @@ def first_line(node: ast.FunctionDef | ast.ListComp) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
 
 
-def expected(script: Path) -> Counter[tuple[str, int]]:
+def by_function(script: Path) -> Counter[tuple[str, int]]:
     """(rule, first line of the function around a mark; 0 for the module) -> count."""
-    text = script.read_text(encoding="utf-8")
     functions = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.ListComp))
+        node
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.ListComp))
     ]
     counts: Counter[tuple[str, int]] = Counter()
-    for number, line in enumerate(text.splitlines(), 1):
-        match = MARK.search(line)
+    for rule, _, number, count in expected(script, slow=set()):
         around = [first_line(f) for f in functions if first_line(f) <= number <= (f.end_lineno or 0)]
-        for mark in match[1].split(";") if match and match[1] != "nothing" else ():
-            rule, count, *_ = mark.split()
-            counts[rule, max(around, default=0)] += int(count.removeprefix("count="))
+        counts[rule, max(around, default=0)] += count
     return counts
 
 
@@ -62,7 +53,7 @@ def test_trace_and_recorder_agree(script: Path, tmp_path: Path, monkeypatch) -> 
     run = TraceRun(str(profiled(script, tmp_path / "trace.json")))
     rules = [rule for rule in KNOWN if (script.stem, rule) not in CANNOT]
     found = {(f.rule, f.line.number): f.count for f in run.findings() if f.rule in rules}
-    planted = {mark: count for mark, count in expected(script).items() if mark[0] in rules}
+    planted = {mark: count for mark, count in by_function(script).items() if mark[0] in rules}
     assert found.keys() == planted.keys()
     for mark, count in planted.items():
         assert found[mark] >= count if mark[0] in AT_LEAST else found[mark] == count, mark

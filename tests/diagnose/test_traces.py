@@ -37,6 +37,20 @@ def test_a_wait_costs_what_the_device_idles(tmp_path: Path, vendor: str, sync: s
     assert "waits 94 µs" in finding.what
 
 
+def test_graphs_compiled_regions_and_other_devices_are_named(tmp_path: Path) -> None:
+    """The busiest device is judged, as if the other one were not in the trace."""
+    trace = waiting("cuda", "StreamSynchronize", TO_HOST)
+    alone = TraceRun(str(trace.write(tmp_path / "t.json")))
+    assert {note["kind"] for note in alone.not_seen} == {"dropped"}
+    trace.op("Torch-Compiled Region: 0/0", 140, 149)
+    trace.call("GraphLaunch", 141, 142)
+    trace.add("kernel", "kernel", 125, 160, tid=7, device=1, stream=7, correlation=trace.links)
+    run = TraceRun(str(trace.write(tmp_path / "t.json")))
+    assert {note["kind"] for note in run.not_seen} == {"dropped", "rank", "cuda-graph", "compiled"}
+    (one,), (other,) = alone.findings(), run.findings()
+    assert (one.line, one.count, one.seconds) == (other.line, other.count, other.seconds)
+
+
 def test_a_copy_that_blocks_in_one_call_is_a_wait(tmp_path: Path) -> None:
     """ROCm's `hipMemcpyWithStream` copies and waits at once."""
     trace = GpuTrace("hip")
@@ -187,6 +201,10 @@ def test_frames_give_the_function(tmp_path: Path, monkeypatch, twice: bool) -> N
         ("train.py(7): <module>", "train.py", ""),
         # Another version of the file: the name of the trace, without this one's code.
         ("train.py(6): step", "train.py:6", ""),
+        ("{folder}/train.py(1): step", "train.py:1", "def step(x):"),
+        # An installed package, of another version; Python's own library is no place.
+        ("_pytest/main.py(3): wrap", "_pytest/main.py:3", ""),
+        ("threading.py(3): run", "aten::item > aten::_local_scalar_dense", ""),
     ],
 )
 def test_a_place_is_a_function_never_a_guessed_line(
@@ -197,9 +215,21 @@ def test_a_place_is_a_function_never_a_guessed_line(
         "def step(x):\n    y = x @ x\n    z = y.sum()\n    return z.item()\n\n\nstep(1)\n"
     )
     trace = waiting("cuda", "StreamSynchronize", TO_HOST)
-    trace.frame(frame, 0, 1990)
+    trace.frame(frame.format(folder=tmp_path), 0, 1990)
     (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
     assert (finding.line.place, finding.line.code) == (place, code)
+
+
+def test_the_call_stacks_of_older_traces_have_the_running_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("def step(x):\n    y = x @ x\n    return y.item()\n\n\nstep(1)\n")
+    trace = waiting("cuda", "StreamSynchronize", TO_HOST)
+    for event in trace.events:
+        if event["cat"] == "cpu_op":
+            event["args"]["Call stack"] = "_pytest/main.py(4): wrap;train.py(3): step;train.py(6): <module>"
+    (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
+    assert (finding.line.place, finding.line.library) == ("_pytest/main.py:4", True)
+    assert [(line.place, line.code) for line in finding.callers] == [("train.py:3", "return y.item()")]
 
 
 def test_the_backward_has_the_function_of_its_forward(tmp_path: Path, monkeypatch) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import runpy
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
+from diagnose.conftest import run_beside
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -41,18 +39,11 @@ def profiled(script: Path, out: Path, num_steps: int = 3) -> Path:
         state["done"] = True
 
     hook = register_optimizer_step_post_hook(on_step)
-    before, path = set(sys.modules), list(sys.path)
-    sys.path.insert(0, str(script.parent))
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with run_beside(script), contextlib.redirect_stdout(io.StringIO()):
             runpy.run_path(str(script), run_name="__main__")
     finally:
         hook.remove()
-        sys.path[:] = path
-        for name in set(sys.modules) - before:
-            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(script.parent) + os.sep):
-                del sys.modules[name]
         if "profiler" in state and not state.get("done"):
             state["profiler"].stop()
     assert out.is_file(), "the script took too few optimizer steps"

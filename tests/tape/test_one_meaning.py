@@ -1,4 +1,4 @@
-"""One meaning of step, line and sync: ten scripts, and diagnose, prove, bench and rehearse say the same.
+"""One meaning of step, line and sync: nine scripts, and diagnose, prove, bench and rehearse say the same.
 
 Every script makes six updates. Its lines that wait for the device are marked `# SYNC`.
 """

@@ -13,6 +13,7 @@ from rehearse.rehearsed import stub_or_skip
 from torch import nn
 
 from leanstep.diagnose.iteration_times import IterationClock, Position
+from leanstep.diagnose.outputs import screen
 from leanstep.diagnose.watch import Watch
 from leanstep.rehearse.devices import device_named
 from leanstep.rehearse.events import Request
@@ -124,6 +125,9 @@ def test_the_iteration_clock_times_a_rollout_and_all_its_updates() -> None:
     iteration = clock.iteration
     assert iteration is not None
     assert (iteration.start.time, iteration.end.time, iteration.steps) == (2.0, 11.0, 2)
+    watch = Watch()
+    watch.iteration_clock = clock
+    assert "9 s per iteration, 2 updates" in screen.header(watch, "train.py")
 
 
 def _diagnosed(path: str, steps: int) -> tuple[dict[str, int], bool, float | None]:

@@ -37,6 +37,7 @@ scalar = torch.tensor(2)
         (lambda: x.repeat_interleave(2, 0), 0),
         # A CPU also checks the range of the classes by reads; a GPU leaves that to its kernel.
         (lambda: F.one_hot(index), 1),
+        (lambda: F.one_hot(index.clone().cpu()), 1),
         (lambda: F.one_hot(index, 9), 0),
         (lambda: F.one_hot(index, num_classes=9), 0),
         (lambda: torch.histc(x, 4), 1),
