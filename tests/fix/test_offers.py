@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ pytest.importorskip("libcst", reason="libcst is not installed")
 from leanstep import cli
 from leanstep.files import BadInput
 from leanstep.fix import offers
-from leanstep.fix.offers import Fixes, Settings, changed_files, find_fixes, is_slower, overlaid
+from leanstep.fix.offers import Fixes, Settings, changed_files, find_fixes, is_slower, overlaid, users_line
 from leanstep.fix.repairs import Project, repairs_of
 from leanstep.fix.source_edits import Edit, NotUnderstood
 from leanstep.prove.stopwatch import PairBench, SideRow
@@ -230,6 +231,14 @@ def test_a_file_outside_the_project_is_never_edited(tmp_path: Path):
     finding = SimpleNamespace(rule="unbatched-optimizer", line=line, leanstep=None, short_fix="")
     with pytest.raises(NotUnderstood, match="outside the script's project"):
         repairs_of(project, finding)  # type: ignore[arg-type]
+
+
+def test_a_finding_in_a_library_is_shown_at_the_users_line():
+    library, user = Line("site-packages/transformers/loss.py", 42, "loss"), Line("train.py", 7, "main")
+    finding = SimpleNamespace(line=SimpleNamespace(library=True), callers=Counter({user: 2}))
+    assert users_line(finding) is user  # type: ignore[arg-type]
+    finding = SimpleNamespace(line=user, callers=Counter({library: 2}))
+    assert users_line(finding) is user  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
