@@ -16,7 +16,16 @@ pytest.importorskip("libcst", reason="libcst is not installed")
 from leanstep import cli
 from leanstep.files import BadInput
 from leanstep.fix import offers
-from leanstep.fix.offers import Fixes, Settings, changed_files, find_fixes, is_slower, overlaid, users_line
+from leanstep.fix.offers import (
+    Fixes,
+    Offer,
+    Settings,
+    changed_files,
+    find_fixes,
+    is_slower,
+    overlaid,
+    users_line,
+)
 from leanstep.fix.repairs import Project, repairs_of
 from leanstep.fix.source_edits import Edit, NotUnderstood
 from leanstep.prove.stopwatch import PairBench, SideRow
@@ -217,6 +226,25 @@ def test_a_project_with_its_model_in_a_folder_beside_the_scripts(tmp_path: Path)
     (offer,) = fixes.offers
     assert offer.title == "select rows before self.lm_head: linear_cross_entropy" and offer.proof.ok
     assert [path.name for path in fixes.changed] == ["net.py"]
+
+
+def test_a_repair_that_fails_with_those_before_it_is_dropped(tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text("abc")
+    offers_alone = [
+        Offer([title], title, (Edit(path, n, n + 1, title.upper()),), None, None)  # type: ignore[arg-type]
+        for n, title in enumerate("abc")
+    ]
+
+    def attempt_all(tried):
+        titles = "".join(offer.title for offer in tried)
+        return "no" if "b" in titles else Offer([], titles, (), None, None)  # type: ignore[arg-type]
+
+    fixes = Fixes("train.py", offers=offers_alone)
+    offers._join(fixes, SimpleNamespace(say=print, attempt_all=attempt_all))  # type: ignore[arg-type]
+    assert [offer.title for offer in fixes.offers] == ["a", "c"] and fixes.together.title == "ac"
+    assert fixes.refused == [("b", "fails together with the other fixes: no")]
+    assert fixes.changed == {path: (b"abc", b"AbC")}
 
 
 def test_a_file_outside_the_project_is_never_edited(tmp_path: Path):

@@ -410,6 +410,21 @@ LEFT_ALONE = {
         F + "z = self.head(h)  # here\nself.head = other\nl = F.cross_entropy(z, y)",
         "the head may change",
     ),
+    "logits of two names": (
+        ROWS,
+        F + "z = w = head(h)  # here\nl = F.cross_entropy(z, y)",
+        "assigned to several names",
+    ),
+    "rows that are regrouped": (
+        ROWS,
+        F + "l = F.cross_entropy(head(h).view(B, V, T), y)  # here",
+        "does not flatten the rows",
+    ),
+    "head under a condition": (
+        ROWS,
+        F + "if a:\n    z = head(h)  # here\nl = F.cross_entropy(z, y)",
+        "in different blocks",
+    ),
     "loss under a condition": (
         ROWS,
         F + "z = head(h)  # here\nif y is not None:\n    l = F.cross_entropy(z, y)",
