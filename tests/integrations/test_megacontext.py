@@ -367,6 +367,15 @@ def test_a_batch_on_a_device_is_built_without_a_read(equal_lengths):
     lod = megacontext.pad_rows([wc.lods for wc in contexts], 0, lengths)
     batch = megacontext.make_batch(states, config, pos, lod, megacontext.real_cells(lengths, pos.device))
     assert batch.pos.is_meta and batch.loss.is_meta and batch.row.is_meta
+    samples = [
+        [
+            Variant(v.working_context.positions[0], v.working_context.lods[0], v.token_loss_value)
+            for v in s.variants
+        ]
+        for s in states
+    ]
+    from_variants = LensBatch.from_variants(samples, config, num_tokens=40)
+    assert from_variants.pos.is_meta and from_variants.pos.shape == batch.pos.shape
 
 
 def test_background_training_takes_keyword_inputs():
