@@ -112,7 +112,8 @@ def _optimizer(project: Project, source: Source, statement: Statement) -> list[R
     calls = source.all(cst.Call, statement) if isinstance(statement, cst.SimpleStatementLine) else []
     for call in calls:
         if method_call(call, ("zero_grad",)):
-            argument = keyword(call, "set_to_none")
+            first = call.args[0] if call.args and call.args[0].keyword is None else None
+            argument = keyword(call, "set_to_none") or first
             if argument is not None and is_name(argument.value, "False"):
                 return [Repair("zero_grad(set_to_none=True)", (source.replace(argument.value, "True"),))]
         if source.qualified(call) & {

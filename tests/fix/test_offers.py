@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,16 @@ pytest.importorskip("libcst", reason="libcst is not installed")
 from leanstep import cli
 from leanstep.files import BadInput
 from leanstep.fix import offers
-from leanstep.fix.offers import Fixes, Settings, changed_files, find_fixes, is_slower, overlaid
+from leanstep.fix.offers import (
+    Fixes,
+    Offer,
+    Settings,
+    changed_files,
+    find_fixes,
+    is_slower,
+    overlaid,
+    users_line,
+)
 from leanstep.fix.repairs import Project, repairs_of
 from leanstep.fix.source_edits import Edit, NotUnderstood
 from leanstep.prove.stopwatch import PairBench, SideRow
@@ -218,6 +228,25 @@ def test_a_project_with_its_model_in_a_folder_beside_the_scripts(tmp_path: Path)
     assert [path.name for path in fixes.changed] == ["net.py"]
 
 
+def test_a_repair_that_fails_with_those_before_it_is_dropped(tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text("abc")
+    offers_alone = [
+        Offer([title], title, (Edit(path, n, n + 1, title.upper()),), None, None)  # type: ignore[arg-type]
+        for n, title in enumerate("abc")
+    ]
+
+    def attempt_all(tried):
+        titles = "".join(offer.title for offer in tried)
+        return "no" if "b" in titles else Offer([], titles, (), None, None)  # type: ignore[arg-type]
+
+    fixes = Fixes("train.py", offers=offers_alone)
+    offers._join(fixes, SimpleNamespace(say=print, attempt_all=attempt_all))  # type: ignore[arg-type]
+    assert [offer.title for offer in fixes.offers] == ["a", "c"] and fixes.together.title == "ac"
+    assert fixes.refused == [("b", "fails together with the other fixes: no")]
+    assert fixes.changed == {path: (b"abc", b"AbC")}
+
+
 def test_a_file_outside_the_project_is_never_edited(tmp_path: Path):
     """A module found through sys.path elsewhere, such as an editable install."""
     (tmp_path / "project" / ".git").mkdir(parents=True)
@@ -230,6 +259,14 @@ def test_a_file_outside_the_project_is_never_edited(tmp_path: Path):
     finding = SimpleNamespace(rule="unbatched-optimizer", line=line, leanstep=None, short_fix="")
     with pytest.raises(NotUnderstood, match="outside the script's project"):
         repairs_of(project, finding)  # type: ignore[arg-type]
+
+
+def test_a_finding_in_a_library_is_shown_at_the_users_line():
+    library, user = Line("site-packages/transformers/loss.py", 42, "loss"), Line("train.py", 7, "main")
+    finding = SimpleNamespace(line=SimpleNamespace(library=True), callers=Counter({user: 2}))
+    assert users_line(finding) is user  # type: ignore[arg-type]
+    finding = SimpleNamespace(line=user, callers=Counter({library: 2}))
+    assert users_line(finding) is user  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

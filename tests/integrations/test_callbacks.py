@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gc
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from leanstep.integrations.callbacks import StepReport, recorded
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from leanstep.integrations.callbacks import LeanstepCallback
 
@@ -87,10 +88,12 @@ def test_gradient_accumulation_is_one_step(tmp_path):
 
 def test_a_short_training_reports_with_its_last_log(tmp_path):
     texts: list[str] = []
-    _, _, trainer = train(tmp_path, [LeanstepCallback(show=texts.append)], steps=4, logging_steps=500)
+    callback = LeanstepCallback(top=1, show=texts.append)
+    _, _, trainer = train(tmp_path, [callback], steps=4, logging_steps=500)
     ((step, scalars),) = figures(trainer)
     assert step == 4 and scalars.keys() == FIGURES
     assert "2 steps recorded after 2" in texts[0]
+    assert "more, smaller: leanstep diagnose shows all" in texts[0]
     _, _, trainer = train(tmp_path, [LeanstepCallback(show=texts.append)], steps=1)
     assert figures(trainer) == []
     assert texts[1:] == ["leanstep: no step was recorded: the training ended within 1 steps"]
@@ -117,6 +120,7 @@ def test_an_error_leaves_no_recording(tmp_path):
 
 
 def test_the_figures_reach_tensorboard(tmp_path, monkeypatch):
+    """transformers puts the trackers of `report_to` before the user's callbacks."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -130,51 +134,6 @@ def test_the_figures_reach_tensorboard(tmp_path, monkeypatch):
     logged = {name: events.Scalars(f"train/{name}") for name in expected}
     assert all(len(values) == 1 and values[0].step == 3 for values in logged.values())
     assert {name: values[0].value for name, values in logged.items()} == pytest.approx(expected, rel=1e-6)
-
-
-class Tracker(TrainerCallback):
-    """Gets the logs as transformers' callbacks for W&B and MLflow do."""
-
-    def __init__(self) -> None:
-        self.logs: list[tuple[int, dict]] = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        self.logs.append((state.global_step, dict(logs)))
-
-
-def test_a_tracker_that_was_there_first_gets_the_figures_once(tmp_path):
-    """transformers puts the trackers of `report_to` before the user's callbacks."""
-    tracker, callback = Tracker(), LeanstepCallback(steps=1, warmup=1, show=lambda _: None)
-    train(tmp_path, [tracker, callback], steps=4)
-    with_figures = [(step, logs) for step, logs in tracker.logs if FIGURES & logs.keys()]
-    ((step, logs),) = with_figures
-    assert step == 3 and {name: logs[name] for name in FIGURES} == callback.report.scalars
-    # They come with a log of the trainer's own.
-    assert "loss" in logs
-
-
-def test_in_a_trl_trainer(tmp_path):
-    from integrations.test_trl import make
-    from trl import GRPOTrainer
-
-    texts: list[str] = []
-
-    def run(callbacks):
-        trainer = make(GRPOTrainer, tmp_path, max_steps=4)
-        for callback in callbacks:
-            trainer.add_callback(callback)
-        trainer.train()
-        return trainer, [p.detach().clone() for p in trainer.model.parameters()]
-
-    callback = LeanstepCallback(steps=1, warmup=1, show=texts.append)
-    trainer, weights = run([callback])
-    _, plain = run([])
-    assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
-    ((_, scalars),) = figures(trainer)
-    assert scalars["leanstep/host_reads"] > 9
-    assert len(texts) == 1 and "host-sync" in texts[0] and "shows all" in texts[0]
-    advice = {f.rule: f.short_fix for f in callback.report.findings}["dead-rows"]
-    assert advice == "integrations.trl.apply_leanstep(trainer)"
 
 
 def lightning_module():
@@ -217,41 +176,33 @@ def test_in_lightning(tmp_path):
 
     texts: list[str] = []
     callback = LeanstepLightning(steps=2, warmup=1, show=texts.append)
-    csv = lightning.loggers.CSVLogger(tmp_path)
-    model = fit(tmp_path, lightning, module, [callback], logger=csv, accumulate_grad_batches=2)
+    loggers = [lightning.loggers.CSVLogger(tmp_path, name) for name in ("first", "second")]
+    model = fit(tmp_path, lightning, module, [callback], logger=loggers, accumulate_grad_batches=2)
     plain = fit(tmp_path, lightning, module, accumulate_grad_batches=2)
     assert model.losses == plain.losses
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert [record.backward_runs for record in callback.report.watch.steps] == [2, 2]
     assert callback.report.scalars["leanstep/host_reads"] == 2
     assert "# the planted read" in texts[0] and len(texts) == 1
-    header, *rows = Path(csv.log_dir, "metrics.csv").read_text().splitlines()
-    assert FIGURES <= set(header.split(",")) and len(rows) == 1
+    for logger in loggers:
+        (row,) = csv.DictReader(Path(logger.log_dir, "metrics.csv").open())
+        assert {name: float(row[name]) for name in FIGURES} == pytest.approx(callback.report.scalars)
 
 
-def test_each_of_lightnings_loggers_gets_the_figures_once(tmp_path):
-    """Loggers for W&B and MLflow have this interface."""
+def test_an_error_in_lightning_leaves_no_recording(tmp_path):
     lightning, module = lightning_module()
     from leanstep.integrations.callbacks import LeanstepLightning
 
-    class Logger(lightning.loggers.Logger):
-        name, version = "kept", 0
+    class Failing(module):
+        def training_step(self, batch, index):
+            if index == 3:
+                raise OSError("disk")
+            return super().training_step(batch, index)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.metrics: list[tuple[int | None, dict]] = []
-
-        def log_hyperparams(self, *args, **kwargs) -> None:
-            pass
-
-        def log_metrics(self, metrics, step=None) -> None:
-            self.metrics.append((step, dict(metrics)))
-
-    loggers = [Logger(), Logger()]
-    callback = LeanstepLightning(steps=1, warmup=1, show=lambda _: None)
-    fit(tmp_path, lightning, module, [callback], logger=loggers)
-    for logger in loggers:
-        assert [m for m in logger.metrics if FIGURES & m[1].keys()] == [(3, callback.report.scalars)]
+    callback = LeanstepLightning(steps=9, warmup=1, show=lambda _: None)
+    with pytest.raises(OSError, match="disk"):
+        fit(tmp_path, lightning, Failing, [callback])
+    assert callback.report.done and callback.report.scalars == {}
 
 
 def loop(batches, record=None, error_at: int = -1):

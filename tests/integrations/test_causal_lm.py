@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from integrations.tiny_models import FAMILIES, VOCAB, causal_lm
-from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from leanstep.heads import logprob, passes
 from leanstep.integrations.causal_lm import causal_head, check_head, score_labels
@@ -117,8 +117,20 @@ def test_a_head_with_an_unknown_factor_is_refused():
         check_head(model)
 
 
-def test_a_head_that_is_no_linear_layer_is_refused():
-    model = causal_lm("llama")
-    model.lm_head = nn.Sequential(model.lm_head)
-    with pytest.raises(ValueError, match=r"expected nn.Linear or a LoRA layer around one, got Sequential"):
-        causal_head(model)
+@pytest.mark.parametrize(
+    ("family", "option", "factor"),
+    [
+        ("cohere", {"logit_scale": 0.3}, 0.3),
+        ("granite", {"logits_scaling": 8.0}, 1 / 8),
+        ("hyperclovax", {"logits_scaling": 8.0}, 8.0),
+    ],
+)
+def test_each_familys_factor_on_the_logits(family, option, factor):
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    small |= {"vocab_size": VOCAB, "intermediate_size": 64, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small, **option))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20.0)
+    check_head(model)
+    assert causal_head(model).head.scale == factor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 
 import numpy as np
@@ -35,75 +34,101 @@ def plain():
     return logp.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def megatron_rank(rank: int, world_size: int, sequence_parallel: bool, by_processor: bool):
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
+def column_layer(weight, **config):
+    """Megatron's own output layer with this rank's rows of a weight."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from leanstep.integrations.megatron import output_layer_logprobs, output_processor
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
-    hidden, weight, tokens, rows, upstream = problem()
-    padded = -(-VOCAB // world_size) * world_size
-    layer = ColumnParallelLinear(
-        WIDTH,
-        padded,
-        config=ModelParallelConfig(
-            tensor_model_parallel_size=world_size,
-            use_cpu_initialization=True,
-            perform_initialization=False,
-            params_dtype=torch.float32,
-            sequence_parallel=sequence_parallel,
-        ),
-        init_method=torch.nn.init.zeros_,
-        bias=False,
-        gather_output=False,
-        skip_bias_add=True,
+    settings = ModelParallelConfig(
+        use_cpu_initialization=True, perform_initialization=False, params_dtype=weight.dtype, **config
     )
-    width = padded // world_size
-    full = torch.cat([weight, torch.full((padded - VOCAB, WIDTH), 3.0)])
+    size = config.get("tensor_model_parallel_size", 1)
+    layer = ColumnParallelLinear(
+        weight.shape[1], size * len(weight), config=settings, init_method=torch.nn.init.zeros_, bias=False,
+        gather_output=False, skip_bias_add=True,
+    )  # fmt: skip
     with torch.no_grad():
-        layer.weight.copy_(full[rank * width : (rank + 1) * width])
+        layer.weight.copy_(weight)
+    return layer
+
+
+def megatron_rank(rank: int, world_size: int, sequence_parallel: bool, fault: float):
+    """Values and gradients of both functions in an untested version, or the complaint about a `fault`."""
+    warnings.simplefilter("ignore")
+    from importlib import metadata
+
+    metadata.version = lambda package: "0.99.1"
+    # Megatron asks for the device of its gathered hidden states.
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    from megatron.core import parallel_state
+
+    from leanstep.integrations import megatron
+
+    if fault:
+        original = megatron.linear_logprobs
+        megatron.linear_logprobs = lambda *args, **options: original(*args, **options)._replace(
+            logp=original(*args, **options).logp + fault
+        )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    whole, weight, tokens, rows, upstream = problem()
+    width = -(-VOCAB // world_size)
+    full = torch.cat([weight, torch.full((width * world_size - VOCAB, WIDTH), 3.0)])
+    config = {"tensor_model_parallel_size": world_size, "sequence_parallel": sequence_parallel}
+    layer = column_layer(full[rank * width : (rank + 1) * width], **config)
     if sequence_parallel:
-        local = TOKENS // world_size
-        hidden = hidden[rank * local : (rank + 1) * local].clone()
-    hidden.requires_grad_()
+        whole = whole.chunk(world_size)[rank].clone()
     options = {"entropy": "grad", "temperature": 0.9, "vocab_total": VOCAB}
-    if by_processor:
-        # Two sequences, the position first, as GPTModel calls it.
-        mask = torch.zeros(TOKENS).index_fill(0, rows, 1.0).view(-1, 2).T
-        out = output_processor(
-            hidden_states=hidden.unflatten(0, (-1, 2)), output_layer=layer, output_weight=None,
-            labels=tokens.view(-1, 2).T, loss_mask=mask, context=options, input_ids=None,
-        )  # fmt: skip
-        assert out.logp.shape == mask.shape and not out.logp[mask == 0].any()
-        logp, entropy = (values.T.flatten()[rows] for values in out[:2])
-    else:
-        logp, entropy = output_layer_logprobs(hidden, layer, tokens[rows], rows=rows, **options)[:2]
-    (logp * upstream[0] + entropy * upstream[1]).sum().backward()
-    values = (logp.detach(), entropy.detach(), hidden.grad, layer.weight.grad)
+    found = []
+    for by_processor in (False, True):
+        hidden = whole.clone().requires_grad_()
+        if by_processor:
+            # Two sequences, the position first, as GPTModel calls it.
+            mask = torch.zeros(TOKENS).index_fill(0, rows, 1.0).view(-1, 2).T
+            out = megatron.output_processor(
+                hidden_states=hidden.unflatten(0, (-1, 2)), output_layer=layer, output_weight=None,
+                labels=tokens.view(-1, 2).T, loss_mask=mask, context=options, input_ids=None,
+            )  # fmt: skip
+            assert out.logp.shape == mask.shape and not out.logp[mask == 0].any()
+            logp, entropy = (values.T.flatten()[rows] for values in out[:2])
+        else:
+            try:
+                out = megatron.output_layer_logprobs(hidden, layer, tokens[rows], rows=rows, **options)
+            except ValueError as error:
+                return str(error)
+            logp, entropy = out[:2]
+        leaves = (hidden, layer.weight)
+        gradients = torch.autograd.grad((logp * upstream[0] + entropy * upstream[1]).sum(), leaves)
+        found.append([v.detach().numpy() for v in (logp, entropy, *gradients)])
+    if not sequence_parallel:
+        # The same from this rank's logits.
+        out = megatron.vocab_parallel_logprobs(whole[rows] @ layer.weight.T, tokens[rows], **options)
+        np.testing.assert_allclose(out.logp.detach().numpy(), found[0][0], rtol=1e-5, atol=1e-5)
+    assert megatron._checked == {"version", "layer"}
     parallel_state.destroy_model_parallel()
-    return [v.numpy() for v in values]
+    return found
 
 
-@pytest.mark.parametrize("by_processor", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_tensor_parallel_ranks_equal_one(run_ranks, sequence_parallel, by_processor):
+def test_two_tensor_parallel_ranks_equal_one(run_ranks, sequence_parallel):
     pytest.importorskip("megatron.core")
     logp, entropy, d_hidden, d_weight = plain()
-    results = run_ranks(2, megatron_rank, sequence_parallel, by_processor, timeout=120)
-    for values in results:
-        np.testing.assert_allclose(values[0], logp, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(values[1], entropy, rtol=1e-5, atol=1e-5)
-    if sequence_parallel:
-        np.testing.assert_allclose(np.concatenate([v[2] for v in results]), d_hidden, rtol=1e-4, atol=1e-5)
-    else:
+    for results in zip(*run_ranks(2, megatron_rank, sequence_parallel, 0.0, timeout=120), strict=True):
         for values in results:
-            np.testing.assert_allclose(values[2], d_hidden, rtol=1e-4, atol=1e-5)
-    stacked = np.concatenate([v[3] for v in results])
-    np.testing.assert_allclose(stacked[:VOCAB], d_weight, rtol=1e-4, atol=1e-5)
-    assert not stacked[VOCAB:].any(), "padded columns take no part"
+            np.testing.assert_allclose(values[0], logp, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(values[1], entropy, rtol=1e-5, atol=1e-5)
+        found = [values[2] for values in results]
+        for d_own in [np.concatenate(found)] if sequence_parallel else found:
+            np.testing.assert_allclose(d_own, d_hidden, rtol=1e-4, atol=1e-5)
+        stacked = np.concatenate([values[3] for values in results])
+        np.testing.assert_allclose(stacked[:VOCAB], d_weight, rtol=1e-4, atol=1e-5)
+        assert not stacked[VOCAB:].any(), "padded columns take no part"
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_an_untested_version_is_compared_with_megatrons_own_cross_entropy(run_ranks, sequence_parallel):
+    pytest.importorskip("megatron.core")
+    for complaint in run_ranks(2, megatron_rank, sequence_parallel, 0.01, timeout=120):
+        assert "log-probs of made-up rows differ from Megatron's own by 0.01" in complaint
 
 
 # Three samples in one packed row, three padding tokens behind them; nothing of the second one counts.
@@ -159,27 +184,14 @@ def layer_scores(hidden, layer, tokens):
 def training_rank(rank: int, world_size: int):
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
-    from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.tensor_parallel import ColumnParallelLinear
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
-    config = ModelParallelConfig(
-        tensor_model_parallel_size=world_size,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        params_dtype=torch.float32,
-    )
     found = {}
     for method in ("stock", "output layer"):
         generator = torch.Generator().manual_seed(0)
         embedding = torch.randn(WORDS, WIDTH, generator=generator).requires_grad_()
         full = torch.randn(WORDS, WIDTH, generator=generator)
-        layer = ColumnParallelLinear(
-            WIDTH, WORDS, config=config, init_method=torch.nn.init.zeros_, bias=False, gather_output=False,
-            skip_bias_add=True,
-        )  # fmt: skip
-        with torch.no_grad():
-            layer.weight.copy_(full.chunk(world_size)[rank])
+        layer = column_layer(full.chunk(world_size)[rank], tensor_model_parallel_size=world_size)
         optimizer = torch.optim.SGD([embedding, layer.weight], lr=0.3)
         losses, gradients = [], []
         for step in range(STEPS):
@@ -218,91 +230,61 @@ def test_training_steps_on_two_ranks_equal_megatrons_own_loss(run_ranks):
                     )
 
 
-def untested_rank(rank: int, world_size: int, sequence_parallel: bool, fault: float):
-    """The rank's result and what was compared, or the complaint."""
-    from importlib import metadata
-
-    metadata.version = lambda package: "0.99.1"
-    # Megatron asks for the device of its gathered hidden states.
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    from leanstep.integrations import megatron
-
-    if fault:
-        original = megatron.linear_logprobs
-        megatron.linear_logprobs = lambda *args, **options: original(*args, **options)._replace(
-            logp=original(*args, **options).logp + fault
-        )
-    try:
-        values = megatron_rank(rank, world_size, sequence_parallel, False)
-    except ValueError as error:
-        return [], str(error)
-    return values, " ".join(sorted(megatron._checked))
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("fault", [0.0, 0.01])
-def test_an_untested_version_is_compared_with_megatrons_own_cross_entropy(
-    run_ranks, sequence_parallel, fault
-):
-    pytest.importorskip("megatron.core")
-    logp, *_ = plain()
-    for values, words in run_ranks(2, untested_rank, sequence_parallel, fault, timeout=120):
-        if fault:
-            assert "log-probs of made-up rows differ from Megatron's own by 0.01" in words
-        else:
-            assert words == "layer version"
-            np.testing.assert_allclose(values[0], logp, rtol=1e-5, atol=1e-5)
-
-
-class Layer(torch.nn.Module):
-    """What the adapters read of a ColumnParallelLinear."""
-
-    gather_output = skip_bias_add = sequence_parallel = False
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = torch.nn.Parameter(problem()[1].clone()), None
-
-    def forward(self, input_, weight=None, runtime_gather_output=None):
-        return input_ @ (self.weight if weight is None else weight).T, None
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_a_copied_layer_uses_its_own_weight(way):
+def test_a_copied_layer_uses_its_own_weight():
     pytest.importorskip("megatron.core")
     from leanstep.integrations.megatron import HiddenOutput, apply_leanstep
 
-    hidden, _, tokens, rows, _ = problem()
-    layer = apply_leanstep(Layer())
+    hidden, weight, tokens, rows, _ = problem()
+    layer = apply_leanstep(column_layer(weight))
     HiddenOutput(layer)
-    duplicate = way(layer)
+    duplicate = copy.deepcopy(layer)
     with torch.no_grad():
         layer.weight.mul_(3.0)
         duplicate.weight.mul_(-1.0)
     for each in (layer, duplicate):
         each.zero_grad()
-        logits = hidden @ each.weight.T
         assert torch.equal(each(hidden)[0], hidden)
-        torch.testing.assert_close(each(hidden, runtime_gather_output=True)[0], logits)
         found = each.logprobs(hidden, tokens[rows], rows=rows).logp
-        expected = logits.log_softmax(-1)[rows].gather(1, tokens[rows][:, None])[:, 0]
+        expected = (hidden @ each.weight.T).log_softmax(-1)[rows].gather(1, tokens[rows][:, None])[:, 0]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     found.sum().backward()
     assert layer.weight.grad is None and duplicate.weight.grad is not None
 
 
-def test_apply_leanstep_gives_the_output_layer_a_method():
+def test_fused_accumulation_adds_to_the_weights_main_grad():
     pytest.importorskip("megatron.core")
-    import types
-
-    from leanstep.integrations.megatron import apply_leanstep, output_layer_logprobs
+    from leanstep.integrations.megatron import output_layer_logprobs
 
     hidden, weight, tokens, rows, _ = problem()
-    layer = types.SimpleNamespace(weight=weight, bias=None, gather_output=False)
-    found = apply_leanstep(layer).logprobs(hidden, tokens[rows], rows=rows)
-    assert torch.equal(found.logp, output_layer_logprobs(hidden, layer, tokens[rows], rows=rows).logp)
-    with pytest.raises(ValueError, match="gather_output=False"):
-        apply_leanstep(types.SimpleNamespace(gather_output=True))
+    stock, fused = column_layer(weight), column_layer(weight)
+    fused.gradient_accumulation_fusion, fused.weight.main_grad = True, torch.ones_like(weight)
+    for layer in (stock, fused):
+        output_layer_logprobs(hidden, layer, tokens[rows], rows=rows).logp.sum().backward()
+    torch.testing.assert_close(fused.weight.main_grad, 1 + stock.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("gather_output", True, "expected gather_output=False"),
+        (
+            "bias",
+            torch.nn.Parameter(torch.zeros(VOCAB)),
+            "expected no bias, or one that the layer adds itself",
+        ),
+        ("weight", None, "weight: this output layer has no weight of its own"),
+    ],
+)
+def test_an_output_layer_that_cannot_be_used_is_refused(name, value, message):
+    pytest.importorskip("megatron.core")
+    from leanstep.integrations.megatron import HiddenOutput, apply_leanstep
+
+    hidden, weight, tokens, *_ = problem()
+    layer = column_layer(weight)
+    setattr(layer, name, value)
+    with pytest.raises(ValueError, match=message):
+        HiddenOutput(layer)
+        apply_leanstep(layer).logprobs(hidden, tokens)
 
 
 def test_an_output_processor_refuses_what_it_cannot_score():

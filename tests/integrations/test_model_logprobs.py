@@ -82,29 +82,19 @@ def test_gradient_checkpointing_recomputes_the_same():
         torch.testing.assert_close(a, b)
 
 
-def test_logits_to_keep_means_the_last_tokens():
-    model, (ids, attention, _) = causal_lm("llama"), padded()
-    whole = model_logprobs(model, ids, attention_mask=attention)
-    last = model_logprobs(model, ids, attention_mask=attention, logits_to_keep=6)
-    assert last.shape == (B, 5)
-    torch.testing.assert_close(last, whole[:, -5:])
-    torch.testing.assert_close(
-        model_logprobs(model, ids, attention[:, -5:] * 0 + 1, attention_mask=attention), last
-    )
-    both = model_logprobs(model, ids, attention, attention_mask=attention, logits_to_keep=6)
-    torch.testing.assert_close(both, whole[:, -5:] * attention[:, -5:])
-
-
 @pytest.mark.parametrize("keep", [0, 1, 2, 7])
 def test_logits_to_keep_scores_what_the_models_logits_score(keep):
     model, (ids, attention, _) = causal_lm("llama"), padded()
     logits = model(input_ids=ids, attention_mask=attention, logits_to_keep=keep).logits[:, :-1]
-    expected = logits.log_softmax(-1).gather(-1, ids[:, ids.shape[1] - logits.shape[1] :, None])[..., 0]
-    for mask in (None, torch.ones(B, T), torch.ones(B, T - 1)):
+    scored = logits.shape[1]
+    expected = logits.log_softmax(-1).gather(-1, ids[:, T - scored :, None])[..., 0]
+    # The last sequence begins within the last six tokens.
+    for mask in (None, attention, attention[:, 1:]):
         ours, entropy = model_logprobs(
             model, ids, mask, attention_mask=attention, logits_to_keep=keep, entropy="metric"
         )
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+        kept = torch.ones_like(ids) if mask is None else attention
+        torch.testing.assert_close(ours, expected * kept[:, T - scored :], rtol=1e-4, atol=1e-5)
         assert entropy.shape == ours.shape
 
 
@@ -151,15 +141,22 @@ def test_an_fp32_head_under_autocast_is_rounded_as_the_models_own():
     assert 0 < (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max()
 
 
-@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]])
-def test_a_peft_model_is_unwrapped(targets):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+    ids=["lora head", "trained head"],
+)
+def test_a_peft_model_is_unwrapped(options):
     from peft import LoraConfig, get_peft_model
 
     ids, attention, mask = padded()
-    model = get_peft_model(causal_lm("qwen2"), LoraConfig(r=4, target_modules=targets))
+    model = get_peft_model(causal_lm("qwen2"), LoraConfig(r=4, **options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "modules_to_save" in name:
                 parameter.normal_(std=0.3)
     assert_same(model, ids, mask, attention_mask=attention)
 
@@ -183,6 +180,8 @@ def test_wrappers_run_around_the_model():
     ours = model_logprobs(Engine(model), ids, mask, attention_mask=attention)
     assert Engine.calls == 1
     torch.testing.assert_close(ours, expected)
+    with pytest.raises(ValueError, match="model: expected a transformers causal LM, got Linear"):
+        model_logprobs(nn.Linear(2, 2), ids)
 
 
 # torch's own, where a graph begins with a tensor that another one made.

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from integrations.test_megatron import column_layer
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -33,18 +34,6 @@ def cases(name):
     return json.loads((VECTORS / name).read_text())["cases"]
 
 
-def output_layer(weight):
-    """What the adapter reads of a ColumnParallelLinear."""
-    return types.SimpleNamespace(
-        weight=weight,
-        bias=None,
-        skip_bias_add=False,
-        gather_output=False,
-        sequence_parallel=False,
-        forward=lambda input_, weight=None, runtime_gather_output=None: (input_ @ weight.T, None),
-    )
-
-
 def scorer_for(case, rank, from_hidden):
     """A scorer, and what it is given: logits, or hidden states that an identity projects to the logits."""
     from leanstep.integrations.megatron import HiddenOutput
@@ -53,8 +42,8 @@ def scorer_for(case, rank, from_hidden):
     logits = torch.tensor(case["ranks"][rank]["logits"])[None].requires_grad_()
     scorer = Scorer(returns_pair=True, from_hidden=from_hidden)
     if from_hidden:
-        scorer.output = HiddenOutput(output_layer(torch.eye(logits.shape[-1])))
-        returned, _ = scorer.output.layer.forward(logits.transpose(0, 1))
+        scorer.output = HiddenOutput(column_layer(torch.eye(logits.shape[-1])))
+        returned, _ = scorer.output.layer(logits.transpose(0, 1))
         return scorer, returned.transpose(0, 1), logits
     return scorer, logits, logits
 
@@ -160,7 +149,7 @@ def slime(monkeypatch):
     short["logprob_utils"].score = stock
     short["logprob_utils"].get_responses = lambda: "stock"
     short["loss"].policy_loss_function = lambda args, batch, logits, reduce: (args, batch, logits, reduce)
-    short["model"].get_model_provider_func = lambda args, role="actor": lambda pre_process=True: args.model
+    short["model"].get_model_provider_func = lambda args, role="actor": None
     return types.SimpleNamespace(**short, stock=stock)
 
 
@@ -340,53 +329,54 @@ def test_masks_of_the_policy_loss_select_rows(slime):
     assert logits.grad[0].any(-1).tolist() == [False, True, False, True, False, False, False, True, False]
 
 
-class Body(torch.nn.Module):
-    """Hidden states, then the output layer, as Megatron's GPTModel calls it."""
-
-    def __init__(self, layer, softcap=None):
-        super().__init__()
-        self.layer, self.softcap = layer, softcap
-
-    def forward(self, hidden):
-        logits, _ = self.layer.forward(hidden.transpose(0, 1), weight=None, runtime_gather_output=None)
-        logits = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-        return logits.transpose(0, 1).contiguous()
-
-
 def test_a_model_that_changes_its_output_is_refused():
     from leanstep.integrations.megatron import HiddenOutput
 
     hidden = torch.randn(1, 6, 8)
-    plain = HiddenOutput(output_layer(torch.randn(11, 8)))
-    plain.check(Body(plain.layer)(hidden).float())
-    capped = HiddenOutput(output_layer(torch.randn(11, 8)))
+    output = HiddenOutput(column_layer(torch.randn(11, 8)))
+    with pytest.raises(ValueError, match="output_layer: expected a model that calls it"):
+        output.check(hidden)
+    # As Megatron's GPTModel calls it.
+    returned = output.layer(hidden.transpose(0, 1), weight=None, runtime_gather_output=None)[0]
+    returned = returned.transpose(0, 1).contiguous()
     with pytest.raises(
         ValueError, match="output_layer: the model changes the layer's output before the loss"
     ):
-        capped.check(Body(capped.layer, softcap=30.0)(hidden))
-    with pytest.raises(ValueError, match="output_layer: expected a model that calls it"):
-        HiddenOutput(output_layer(torch.randn(11, 8))).check(hidden)
+        output.check(30.0 * torch.tanh(returned / 30.0))
+    output.check(returned.float())
 
 
 def test_only_actors_return_hidden_states(slime, monkeypatch):
-    from leanstep.integrations import megatron
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
     from leanstep.integrations.slime import apply_leanstep
 
-    layer = output_layer(torch.randn(11, 8))
-    project = layer.forward
-    monkeypatch.setattr(megatron, "find_output_layer", lambda model: model.output_layer)
-    args = Namespace(log_probs_from_hidden=True, model=types.SimpleNamespace(output_layer=layer))
+    def provide(args, role="actor"):
+        return lambda: torch.nn.ModuleDict({"output_layer": layer})
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        return input_ @ self.weight.T, runtime_gather_output
+
+    # Without process groups Megatron's own cannot gather.
+    monkeypatch.setattr(ColumnParallelLinear, "forward", forward)
+    layer, hidden = column_layer(torch.randn(11, 8)), torch.randn(5, 1, 8)
+    slime.model.get_model_provider_func = provide
+    args = Namespace(log_probs_from_hidden=True)
     apply_leanstep(args)
-    assert slime.model.get_model_provider_func(args, "critic")().output_layer.forward is project
-    assert slime.model.get_model_provider_func(args, "actor")().output_layer.forward is not project
-    hidden = torch.randn(5, 1, 8)
-    assert layer.forward(hidden)[0] is hidden
-    assert torch.equal(layer.forward(hidden, layer.weight, True)[0], hidden @ layer.weight.T)
+    provided = slime.model.get_model_provider_func
+    assert provided(args, "critic")()["output_layer"](hidden)[0].shape[-1] == 11
+    assert provided(args, "actor")()["output_layer"](hidden)[0] is hidden
+    projected, gathers = layer(hidden, layer.weight, True)
+    assert gathers and torch.equal(projected, hidden @ layer.weight.T)
     with pytest.raises(ValueError, match="sample_n or label_token_ids"):
         slime.logprob_utils.get_responses()
-    # A stage of a pipeline without an output layer is left alone.
-    args.model.output_layer = None
-    assert slime.model.get_model_provider_func(args, "actor")() is args.model
+    # A stage of a pipeline without an output layer is left alone; one of another kind is refused.
+    stages = [torch.nn.Linear(1, 1), torch.nn.ModuleDict({"output_layer": torch.nn.Linear(1, 1)})]
+    slime.model.get_model_provider_func = lambda args, role: stages.pop
+    apply_leanstep(args)
+    with pytest.raises(ValueError, match="expected one ColumnParallelLinear in the model, got Linear"):
+        slime.model.get_model_provider_func(args, "actor")()
+    assert type(slime.model.get_model_provider_func(args, "actor")()) is torch.nn.Linear
 
 
 def test_the_example_script_uses_flags_that_exist():

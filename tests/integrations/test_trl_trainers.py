@@ -222,3 +222,6 @@ def test_a_lora_head_trains_its_adapter(tmp_path, kind):
     ours = run(kind, "lean", tmp_path, model=model)
     for found, expected in zip(ours[:2], truth[:2], strict=True):
         assert ((found - expected).norm(dim=-1) <= 1e-4 * expected.norm(dim=-1)).all()
+    if kind == "DPO":
+        with pytest.raises(ValueError, match="precompute_ref_log_probs: expected False with a trained"):
+            run(kind, "lean", tmp_path, model=model, precompute_ref_log_probs=True)

@@ -182,3 +182,17 @@ def test_fsdp2_follows_one_process_resumes_and_reshards(run_ranks, tmp_path, wor
                 torch.testing.assert_close(
                     loaded[name][key], tensor, atol=5e-5, rtol=1e-3, msg=f"{name} {key}"
                 )
+
+
+def refused(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    columns = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)]))
+    with pytest.raises(ValueError, match=r"^columns: .* sharded along dimension 0, got \(Shard\(dim=1\)"):
+        NorMuon([("columns", columns)], lr=0.02)
+
+
+def test_a_parameter_sharded_by_columns_is_refused(run_ranks):
+    run_ranks(1, refused)
