@@ -31,7 +31,6 @@ def positions(figure: charts.Figure) -> list[float]:
     places = [mark["percent"] for mark in marks]
     for line in figure.get("series", []):
         places += [float(number) for number in re.findall(r"[\d.e-]+", line["path"] + line["area"])]
-        places += [dot[side] for dot in line["dots"] for side in ("left", "bottom")]
     return places
 
 
