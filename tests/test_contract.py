@@ -64,23 +64,3 @@ def test_public_names_and_signatures(module):
         pytest.skip(str(missing))
     listed = {name: signature(getattr(package, name)) for name in package.__all__}
     assert listed == NAMES[module]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "leanstep.gpt",
-        "leanstep.recipes",
-        "leanstep.kernel_checks",
-        "leanstep.case",
-        "leanstep.tape.guard",
-        "leanstep.logprob",
-        "leanstep.objectives",
-        "leanstep.muon.fused",
-        "leanstep.lens.kernel",
-        "leanstep.lens.closed_form",
-    ],
-)
-def test_modules_that_went(name):
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(name)

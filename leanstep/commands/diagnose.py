@@ -248,7 +248,11 @@ def _device(name: str | None, program: Program) -> Any:
     from leanstep.rehearse.devices import device_named
     from leanstep.tape.children import temporary_folder
 
-    device = _checked("--device", device_named, name)
+    try:
+        device = device_named(name)
+    except ValueError as error:
+        # It names the argument.
+        raise BadInput(f"--{error}") from None
     if program.module:
         raise BadInput("--device: expected a script; a rehearsal takes no -m")
     try:

@@ -28,12 +28,9 @@ from leanstep.tape.run import Program, one_line
 # A script may have replaced the module's.
 _dumps = json.dumps
 
-# The options that every command with a result has.
+# The option that every command with a result has.
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - = standard output.")
-]
-HtmlOption = Annotated[
-    str | None, typer.Option("--html", metavar="FILE", help="Write the result into this report page.")
 ]
 
 

@@ -113,7 +113,6 @@ def interleave(
     max_rounds: int = 30,
     device: torch.device | str = "cpu",
     first_calls: Mapping[str, float] | None = None,
-    on_round: Callable[[int, int], None] | None = None,
 ) -> dict[str, Timing]:
     """Time the steps, interleaved.
 
@@ -125,7 +124,6 @@ def interleave(
         min_rounds, max_rounds: every step runs in every round, so a step of 3 s runs at least 3 times. With
             fewer rounds than that, steps that take at most a third of the slowest run in 5.
         first_calls: seconds of first calls that were already made.
-        on_round: called with (rounds done, rounds planned), for a progress bar.
     """
     clock = clock_of(device)
     was_enabled = gc.isenabled()
@@ -164,8 +162,6 @@ def interleave(
             order = order[1:] + order[:1]
             # Collect the steps' reference cycles between rounds, where nothing is timed.
             gc.collect()
-            if on_round:
-                on_round(index + 1, rounds)
     finally:
         if was_enabled:
             gc.enable()

@@ -73,7 +73,6 @@ class Recorder(StepListener):
         parts: also store the gradient that each backward call added, for `same_update`.
         values: records the program's values and lines; the summands of each loss are then stored as well.
         on_done: called from inside the program when `steps` updates are complete.
-        on_update: called with each complete update, full tensors included.
     """
 
     def __init__(
@@ -84,11 +83,10 @@ class Recorder(StepListener):
         parts: bool = False,
         values: Values | None = None,
         on_done: Callable[[], None] | None = None,
-        on_update: Callable[[Update], None] | None = None,
     ) -> None:
         self.captured = Captured()
         self._steps, self._full, self._parts = steps, full, parts
-        self._on_done, self._on_update, self._values = on_done, on_update, values
+        self._on_done, self._values = on_done, values
         self._stack = contextlib.ExitStack()
         self._marker = StepMarker(self)
         self._part: _Part | None = None
@@ -465,8 +463,6 @@ class Recorder(StepListener):
                 self._complete(part)
             update = self._merged(parts)
         self.captured.updates.append(update)
-        if self._on_update is not None:
-            self._on_update(update)
         if self._part is not None:
             # The next update has already begun: only the latest one stores full tensors.
             update.drop_full()

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep import units
 from leanstep.files import BadInput
-from leanstep.measure.busy import busy_processes
 from leanstep.measure.peaks import recorded_allocations
 from leanstep.prove.script_jobs import Job, free_port, module_path, rank_environment, seeded
 from leanstep.tape.children import (
@@ -109,14 +108,12 @@ def bench_scripts(
     *,
     budget_s: float = 20.0,
     min_rounds: int = MIN_ROUNDS,
-    beside: int = 0,
     fork: bool = False,
     report: Callable[[str, float], None] | None = None,
 ) -> PairBench:
     """Measure both scripts. Raise BadInput for a script that ends before it can be measured.
 
     min_rounds: steps that a script must make; MIN_ROUNDS are timed if it makes that many.
-    beside: number of other processes that compute while the scripts are timed.
     """
     say = report or (lambda what, share: None)
     result = PairBench(SideRow(before.label), SideRow(after.label))
@@ -126,11 +123,8 @@ def bench_scripts(
         say("time", 0.0)
         with contextlib.ExitStack() as stack:
             pipes = [stack.enter_context(_started(job, folder, fork, "time")) for job in jobs]
-            with busy_processes(beside):
-                samples = _interleaved(pipes, jobs, rows, (budget_s, min_rounds), say)
+            samples = _interleaved(pipes, jobs, rows, (budget_s, min_rounds), say)
             counts = [_counted_now(pipes[side], job, 0.8 + 0.1 * side, say) for side, job in enumerate(jobs)]
-        if beside:
-            result.notes.append(f"timed beside {beside} busy process{'es' * (beside > 1)}")
         for row, values in zip(rows, samples, strict=True):
             ordered, last = sorted(values), len(values) - 1
             row.median_s = statistics.median(ordered)

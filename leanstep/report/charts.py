@@ -17,7 +17,6 @@ Points = Sequence[tuple[float, float]]
 Timeline = Sequence[Sequence[float]]
 Show = Callable[[float], str]
 
-KIND_ROLE = {"reference": "reference", "fast": "fast", "peer": "peer", "limit": "limit"}
 # Bars further apart than this are unreadable on a linear axis.
 LOG_FROM = 30.0
 MAX_POINTS = 400
@@ -46,7 +45,6 @@ def horizontal_bars(
     return {
         "kind": "bars",
         "unit": f"{unit}, logarithmic" if is_log else unit,
-        "is_log": is_log,
         "bars": [
             {"label": label, "value": value, "percent": round(percent, 2), "role": role, "text": text}
             for label, value, percent, role, text in rows
@@ -108,16 +106,13 @@ def thin(timeline: Timeline, points: int = MAX_POINTS) -> list[list[float]]:
 
 
 class Axis:
-    """Maps values to percentages of the plot, linearly or by their logarithm, and labels a few of them."""
+    """Maps values to percentages of the plot and labels a few of them."""
 
-    def __init__(self, low: float, high: float, *, log: bool = False) -> None:
-        self.low, self.high, self.log = low, high if high > low else low + 1.0, log
-        if log:
-            self.low, self.high = math.log10(low) - 0.15, math.log10(high) + 0.15
+    def __init__(self, low: float, high: float) -> None:
+        self.low, self.high = low, high
 
     def percent(self, value: float) -> float:
-        position = math.log10(value) if self.log else value
-        return round(100 * (position - self.low) / (self.high - self.low), 2)
+        return round(100 * (value - self.low) / (self.high - self.low), 2)
 
     def ticks(self, values: Sequence[float], show: Show) -> list[Figure]:
         """Return labels at the values inside the plot."""
@@ -152,7 +147,6 @@ def _line(name: str, role: str, x: Axis, y: Axis, points: Points, *, stepped: bo
         "path": path,
         "dash": False,
         "area": "",
-        "dots": [],
     }
 
 

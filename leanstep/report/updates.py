@@ -12,9 +12,6 @@ from rich.text import Text
 from leanstep import units
 
 Data = dict[str, Any]
-# Rows that a terminal, a summary or a page shows; the JSON has all of them.
-SHOWN = 12
-ON_PAGE = 200
 # Characters of a script and its arguments in a title or a table; two of them fit into a line.
 LABEL = 36
 

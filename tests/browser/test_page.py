@@ -14,7 +14,7 @@ return [...document.querySelectorAll('.chart')].map(c => [...c.querySelectorAll(
   .filter(m => m.getBoundingClientRect().width > 0).length)
 """
 RIGHT_EDGES = """
-return [...document.querySelectorAll('.chart, .chart svg, .chart b, .chart .point, .feet span')]
+return [...document.querySelectorAll('.chart, .chart svg, .chart b, .feet span')]
   .map(part => part.getBoundingClientRect().right)
 """
 WIDTHS = "return [document.documentElement.scrollWidth, window.innerWidth]"

@@ -14,10 +14,6 @@ from leanstep.cli import run
         (["prove", "logprob-linear"], "prove: expected a script, got logprob-linear"),
         (["bench"], "Missing argument"),
         (["train", "gpt"], "No such command 'train'"),
-        (["kernels"], "No such command 'kernels'"),
-        (["gpu-report"], "No such command 'gpu-report'"),
-        (["rules"], "No such command 'rules'"),
-        (["rehearse", "train.py", "--what-if", "all"], "leanstep rehearse train.py -- --what-if ..."),
         (["prove", "a.py", "b.py", "--lr", "1"], "leanstep prove before.py after.py -- --lr ..."),
     ],
 )

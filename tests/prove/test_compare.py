@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prove.captured_scripts import job, prove_pair
 
@@ -49,3 +51,27 @@ def test_an_honest_change_passes(name: str):
     assert proof.ok, proof.sentence()
     assert proof.steps == 2 and proof.parameters == 15
     assert not any("random numbers" in note for note in proof.notes)
+
+
+# In fp32 the gradient of `offset` is almost twice that of fp64: a bound for its rounding accepts zero, too.
+CANCELS = """import torch
+from torch import nn
+torch.manual_seed(0)
+layer, offset = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([*layer.parameters(), offset], lr=0.1)
+nearly_one = torch.tensor(1 + 6.5e-8)
+used = offset
+(2 * layer(torch.ones(2, 8)).square().mean() + (used * nearly_one - used).sum()).backward()
+optimizer.step()
+"""
+
+
+def test_an_imprecise_gradient_may_not_vanish(tmp_path: Path):
+    paths = [tmp_path / "before.py", tmp_path / "after.py"]
+    for path, used in zip(paths, ("offset", "offset.detach() + 0 * offset"), strict=True):
+        path.write_text(CANCELS.replace("used = offset", f"used = {used}"), encoding="utf-8")
+    before, after = (job(str(path), steps=1) for path in paths)
+    assert prove_pair(before, before).ok
+    proof = prove_pair(before, after)
+    assert [(row.what, row.parameter) for row in proof.failed] == [("gradient", "parameter 2 [1]")]
+    assert proof.failed[0].error <= proof.failed[0].bound

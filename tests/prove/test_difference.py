@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from prove.captured_scripts import job, prove_pair
+from torch import nn
 
+import leanstep
 from leanstep.cli import run
-from leanstep.prove.difference import of_the_gradient
+from leanstep.prove.captured import Update
+from leanstep.prove.difference import of_the_gradient, of_the_optimizer
 from leanstep.prove.script_jobs import capture_script
 
 SCRIPT = """import torch
@@ -39,7 +43,6 @@ CHANGES = {
         ("(logp * mask[:, 1:])", "logp"),
         "up to squeeze at after.py:12; then sum at after.py:13 differs, where before.py computes mul at",
     ),
-    "the learning rate": (("lr=0.1", "lr=0.03"), "The same gradients, another lr: 0.1 before, 0.03 after"),
     "an option of some parameters": (
         ("[*words.parameters(), *head.parameters()]", "[{'params': words.parameters()}, {'params': "
          "head.parameters(), 'weight_decay': 0.1}]"),
@@ -220,12 +223,28 @@ def test_an_unused_random_number_hides_no_difference(tmp_path: Path):
     assert kind == "value" and "sin at after.py:15" in words
 
 
-def test_a_missing_zero_grad_is_a_stale_gradient(tmp_path: Path, capfd):
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "    optimizer.zero_grad()\n",
+            "",
+            "Stale gradient: after.py adds the gradient of step 1 to that of step 2",
+        ),
+        (
+            "    optimizer.step()",
+            "    optimizer.param_groups[0]['lr'] = 0.03 if i else 0.1; optimizer.step()",
+            "The same gradients, another lr: 0.1 before, 0.03 after",
+        ),
+    ],
+    ids=["stale", "learning rate"],
+)
+def test_a_difference_of_the_second_step_is_named(tmp_path: Path, capfd, old: str, new: str, words: str):
     before, after = tmp_path / "before.py", tmp_path / "after.py"
     before.write_text(SCRIPT, encoding="utf-8")
-    after.write_text(SCRIPT.replace("    optimizer.zero_grad()\n", ""), encoding="utf-8")
+    after.write_text(SCRIPT.replace(old, new), encoding="utf-8")
     assert run(["prove", str(before), str(after)]) == 1
-    assert "Stale gradient: after.py adds the gradient of step 1 to that of step 2" in capfd.readouterr().out
+    assert words in capfd.readouterr().out
 
 
 def test_an_imprecise_script_is_no_standard(tmp_path: Path, capfd):
@@ -293,3 +312,56 @@ def test_clipping_that_only_one_script_has_is_said(tmp_path: Path):
     assert proof.ok and proof.notes == [note]
     assert prove_pair(plain, clipped(tmp_path, "clips.py", before=1e3, keep=False)).notes == [note]
     assert not prove_pair(plain, plain).notes
+
+
+class Scaled(torch.optim.Adam):
+    """Adam whose change of a parameter is multiplied by `scale`."""
+
+    scale: float | torch.Tensor = 1.0
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        old = [p.detach().clone() for p in parameters]
+        super().step(closure)
+        with torch.no_grad():
+            for p, value in zip(parameters, old, strict=True):
+                p.copy_(value + self.scale * (p - value))
+
+
+def first_update(scale: float | torch.Tensor = 1.0, clip=None) -> Update:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    optimizer.scale = scale
+    with leanstep.update() as u:
+        model(torch.randn(5, 3)).square().sum().backward()
+        if clip:
+            clip(model.parameters())
+        optimizer.step()
+    return u.updates[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            {"clip": lambda p: nn.utils.clip_grad_norm_(p, 0.1)},
+            {"clip": lambda p: nn.utils.clip_grad_norm_(p, 0.05)},
+            "clipped in another way: 0.5 times as large",
+        ),
+        (
+            {"clip": lambda p: nn.utils.clip_grad_norm_(p, 0.1)},
+            {"clip": lambda p: nn.utils.clip_grad_value_(p, 0.1)},
+            "clipped in another way: not by one factor for all parameters",
+        ),
+        ({}, {"scale": 2.0}, "an update 2 times as large: the learning rate or its schedule"),
+        # The first averages are 0.1 of the gradient and 0.001 of its square.
+        ({}, {"scale": 0.1 / 0.001**0.5}, "the script after does not correct the bias of Adam's averages"),
+        ({"scale": 0.1}, {}, "the script before does not correct the bias of Adam's averages"),
+        ({}, {"scale": torch.tensor([1.0, 2.0, 3.0])}, "a different update: the optimizer, its"),
+    ],
+    ids=["threshold", "by value", "factor", "bias after", "bias before", "no factor"],
+)
+def test_another_optimizer_of_the_same_gradients_is_named(before: dict, after: dict, words: str):
+    mine, theirs = first_update(**before), first_update(**after)
+    assert words in of_the_optimizer(mine, theirs, ["weight"], 1)

@@ -238,3 +238,50 @@ def test_from_the_command_line(tmp_path: Path, capfd):
     assert "is -1 times the right one on every draw" in capfd.readouterr().out
     assert run(["prove", f"{file}:a", f"{file}:nothing"]) == 2
     assert "has no function nothing" in capfd.readouterr().err
+
+
+KERNEL = """import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+@triton.jit
+def kernel(x_ptr, y_ptr, slope_ptr, factor, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0)
+    shared = tl.exp(-(factor.to(x.dtype) * x * x).to(tl.float32)).to(x.dtype)
+    tl.store(y_ptr + at, libdevice.tanh(x.to(tl.float32)) + x * shared, mask=at < count)
+    slope = 1 - libdevice.pow(libdevice.tanh(x.to(tl.float32)), 2.0) + shared - 2 * factor * x * x * shared
+    tl.store(slope_ptr + at, SLOPE, mask=at < count)
+
+class Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        y, slope = torch.empty_like(x), torch.empty_like(x)
+        kernel[(triton.cdiv(x.numel(), 64),)](x, y, slope, 0.5, x.numel(), BLOCK=64)
+        ctx.save_for_backward(slope)
+        return y
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * ctx.saved_tensors[0]
+
+def plain(x):
+    return x.tanh() + x * torch.exp(-0.5 * x * x)
+
+def fused(x):
+    return Fused.apply(x)
+"""
+
+
+@pytest.mark.interpreter
+def test_triton_kernels_run_without_a_gpu(tmp_path: Path, capfd, monkeypatch):
+    pytest.importorskip("triton")
+    # As in a user's process: Triton is imported anew, without the suite's own corrections of bf16.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    file = tmp_path / "kernels.py"
+    for slope, code, words in (("slope", 0, "over 10 draws hold"), ("-slope", 1, "of x is -1 times")):
+        file.write_text(KERNEL.replace("SLOPE", slope))
+        assert run(["prove", f"{file}:plain", f"{file}:fused"]) == code
+        assert words in capfd.readouterr().out

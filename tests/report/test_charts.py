@@ -31,7 +31,6 @@ def positions(figure: charts.Figure) -> list[float]:
     places = [mark["percent"] for mark in marks]
     for line in figure.get("series", []):
         places += [float(number) for number in re.findall(r"[\d.e-]+", line["path"] + line["area"])]
-        places += [dot[side] for dot in line["dots"] for side in ("left", "bottom")]
     return places
 
 
@@ -59,6 +58,9 @@ def test_stacked_areas_lie_on_each_other():
     assert weights == "M0 61.9H100V61.9"
     assert saved == "M0 61.9H100V23.81"
     assert device == "M0 4.76L100 4.76"
+    # A capacity far above the peak would press the areas flat.
+    far = charts.stacked_timeline(samples_of_step, capacity=50.0)
+    assert [line["name"] for line in far["series"]] == ["weights", "saved"]
 
 
 def test_thinned_timeline_keeps_its_peak_and_order():

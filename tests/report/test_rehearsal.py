@@ -9,7 +9,7 @@ from rehearse.test_verdict import recorded
 
 from leanstep.rehearse import verdict
 from leanstep.rehearse.devices import DEVICES
-from leanstep.report import charts, page, sections
+from leanstep.report import page, sections
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,6 @@ def test_charts_hold_the_figures_of_the_report(report: dict):
     stacked = [line for line in run["timeline_chart"]["series"] if not line["dash"]]
     assert max(level for _, level in stacked[-1]["points"]) == report["memory"]["allocated_bytes"]
     assert [bar["label"] for bar in run["devices_chart"]["bars"]] == ["h100", "a100"]
-
-
-def test_a_capacity_near_the_peak_is_drawn():
-    samples = [{"event": 0, "activation": 60 * 2**30}, {"event": 1, "activation": 10 * 2**30}]
-    near, far = (charts.stacked_timeline(samples, capacity * 2**30)["series"] for capacity in (80, 800))
-    assert near[-1]["points"] == [(0, 80 * 2**30), (1, 80 * 2**30)]
-    assert [line["name"] for line in far] == ["activation"]
 
 
 def test_a_run_of_the_same_script_and_device_replaces_the_older(report: dict, tmp_path: Path):
