@@ -404,7 +404,7 @@ def draw_allowed(draw: Draw) -> Trial:
 
     def plain(t: Outputs) -> Outputs:
         logits = logits_of(t, transform)
-        logp, entropy = reference_logprobs(logits, targets, allowed=allowed_ids, whole_entropy=True)
+        logp, entropy = reference_logprobs(logits, targets, allowed=allowed_ids)
         return _summed(logp, entropy, factor, second)
 
     dtype = draw.pick(torch.float32, torch.float64)

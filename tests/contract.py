@@ -121,7 +121,7 @@ NAMES = {
         "ObjectiveConfig": (
             "(lens_loss_weight=, rank_weight=, margin=, budget_weight=, budget_smooth_weight=, "
             "budget_smooth_beta=, kl_weight=, coverage_weight=, coverage_target=, coverage_capacity=, "
-            "temperature=, collapse_weight=, gist_delta_weight=, form=, hinge_margin=, normalize=)"
+            "temperature=, collapse_weight=, form=, hinge_margin=, normalize=)"
         ),
         "SamplingConfig": (
             "(num_random_variants=, recent_tokens=, max_pairs=, hard_negative_ratio=, pair_sampling=, "

@@ -13,12 +13,11 @@ def reference_logprobs(
     targets: Tensor,
     temperature: float | Tensor = 1.0,
     allowed: list[list[int]] | None = None,
-    whole_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of `targets` [N] and the entropy of softmax(logits / temperature), [N] each.
 
-    `allowed` restricts each row's softmax to the listed ids and the target. With `whole_entropy`, the entropy
-    still covers the whole vocabulary. A logit of -inf makes the entropy NaN.
+    `allowed` restricts the softmax of each row's log-prob to the listed ids and the target; the entropy
+    covers the whole vocabulary. A logit of -inf makes the entropy NaN.
     """
     if isinstance(temperature, Tensor):
         temperature = temperature.to(logits.dtype).unsqueeze(-1)
@@ -30,8 +29,6 @@ def reference_logprobs(
         for row, ids in enumerate(allowed):
             inside[row, ids] = True
         log_p = torch.log_softmax(z.masked_fill(~inside, -torch.inf), -1)
-        if not whole_entropy:
-            entropy = -(log_p.exp() * torch.where(inside, log_p, 0.0)).sum(-1)
     return log_p.gather(1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
@@ -45,8 +42,6 @@ def reference_linear_logprobs(
     temperature: float | Tensor = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
-    allowed: list[list[int]] | None = None,
-    whole_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the same two values from hidden [T, D] and weight [V, D]: project all rows, select `rows`."""
     logits = scale * torch.nn.functional.linear(hidden, weight, bias)
@@ -54,7 +49,7 @@ def reference_linear_logprobs(
         logits = softcap * torch.tanh(logits / softcap)
     if rows is not None:
         logits = logits.index_select(0, rows)
-    return reference_logprobs(logits, targets, temperature, allowed, whole_entropy)
+    return reference_logprobs(logits, targets, temperature)
 
 
 def reference_masked_token_logprobs(

@@ -52,7 +52,6 @@ class ObjectiveConfig:
             of `coverage_capacity` entries (None: its current length).
         temperature: divides every score.
         collapse_weight: weight of collapse targets in the preference term.
-        gist_delta_weight: extra loss of a non-baseline variant per nat above the baseline.
         form, hinge_margin: logistic | hinge | squared_hinge, and the hinge's margin.
         normalize: divide by the number of pairs with a target on this rank ("local") or all ranks ("global").
     """
@@ -69,7 +68,6 @@ class ObjectiveConfig:
     coverage_capacity: float | None = None
     temperature: float = 1.0
     collapse_weight: float = 1.0
-    gist_delta_weight: float = 0.0
     form: str = "logistic"
     hinge_margin: float = 1.0
     normalize: str = "local"

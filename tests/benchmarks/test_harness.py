@@ -105,17 +105,6 @@ def test_the_command_line(tmp_path, capsys):
         assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_steps_run_one_row_without_a_clock():
-    calls = []
-
-    def counted(tensors, constants):
-        calls.append(1)
-        return plain(tensors, constants)
-
-    main(toy(row("leanstep", "fast", counted)), ["--impl", "leanstep", "--steps", "3"])
-    assert len(calls) == 3
-
-
 @pytest.mark.parametrize(
     ("impl", "module"),
     [

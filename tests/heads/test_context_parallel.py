@@ -16,11 +16,9 @@ from leanstep.heads import linear_logprobs, token_logprobs
 from leanstep.heads.layout import local_spans
 from leanstep.heads.parallel import gather_response, return_parts
 from leanstep.heads.rows import (
-    full_loss_mask,
     plan_rows,
     sample_mean,
     select_allowed,
-    select_rows,
     slice_response,
 )
 
@@ -126,7 +124,7 @@ LENGTHS = {"some": ([24, 9, 5], [2, 6, 1]), "one-sided": ([24], [2]), "nothing":
 
 
 def everything(rank: int, world: int) -> dict:
-    result: dict = {"golden": [], "cp": {}, "off": None}
+    result: dict = {"golden": [], "cp": {}}
     if world == 2:
         for case in golden_cases("e2e_allgather"):
             for select in ("all", "response", "loss_mask"):
@@ -135,7 +133,6 @@ def everything(rank: int, world: int) -> dict:
         for name in LENGTHS:
             for select in ("response", "loss_mask"):
                 result["cp"][f"{layout} {name} {select}"] = cp_case(rank, world, layout, name, select)
-    result["off"] = switches_off(rank, world)
     return result
 
 
@@ -227,38 +224,6 @@ def cp_case(rank: int, world: int, layout: str, name: str, select: str) -> dict:
     }
 
 
-def switches_off(rank: int, world: int) -> bool:
-    """select="all" is the plain call: same bits, same gradients, same collectives."""
-    generator = torch.Generator().manual_seed(17)
-    totals, responses = [9, 6], [4, 3]
-    logits = torch.randn(16, 12, generator=generator)
-    tokens = [torch.randint(0, 12 * world, (n,), generator=generator) for n in totals]
-    plan = plan_rows(totals, responses, select=select_rows(False, False), pad_multiple=16)
-    # What a caller without row selection does: shift the stream, score every row, slice the windows.
-    shifted = torch.zeros(16, dtype=torch.int64)
-    shifted[:8], shifted[9:14] = tokens[0][1:], tokens[1][1:]
-    runs = []
-    for selected in (False, True):
-        leaf = logits.clone().requires_grad_()
-        with Collectives() as seen:
-            targets = shifted
-            if selected:
-                # Rows without a target score token 0 here and there; neither is ever read.
-                targets = torch.where(shifted == 0, 0, plan.targets(tokens))
-            out = token_logprobs(
-                leaf, targets, entropy="grad", rows=plan.rows if selected else None, group=dist.group.WORLD
-            )
-            parts = plan.split(out.logp) if selected else [out.logp[4:8], out.logp[11:14]]
-            torch.cat(parts).square().sum().backward()
-        runs.append(
-            (out.logp.detach(), out.entropy.detach(), torch.cat(parts).detach(), leaf.grad, seen.names)
-        )
-    plain, chosen = runs
-    return (
-        all(torch.equal(a, b) for a, b in zip(plain[:4], chosen[:4], strict=True)) and plain[4] == chosen[4]
-    )
-
-
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request):
     return run_ranks(request.param, everything, timeout=240)
@@ -287,10 +252,6 @@ def test_ranks_without_rows_stay_in_step_and_in_the_graph(ranks):
     assert 0 in some_empty and sum(some_empty) == 2
 
 
-def test_both_switches_off_changes_nothing(ranks):
-    assert all(rank["off"] for rank in ranks)
-
-
 def test_kept_ids_follow_the_rows():
     ids, offsets = [[5, 6, 7], [8, 9]], [[0, 2, 2, 3], [0, 2]]
     plan = plan_rows([5, 3], [3, 1], loss_masks=[[1, 0, 1], [1]], select="loss_mask")
@@ -305,12 +266,3 @@ def test_kept_ids_follow_the_rows():
     assert [t.tolist() for t in select_allowed([], [], nothing)] == [[], [0], []]
     with pytest.raises(ValueError, match=r"offsets\[0\]: expected 4 bounds up to 3"):
         select_allowed(ids, [[0, 3], [0, 2]], plan)
-
-
-def test_mask_of_rows_agrees_with_the_selection():
-    masks = [[1, 0, 1, 1], [0, 1, 1]]
-    for rank in range(2):
-        layout = {"layout": "zigzag", "cp_size": 2, "cp_rank": rank, "pad_multiple": 4}
-        mask = full_loss_mask(masks, [9, 6], [4, 3], **layout)
-        plan = plan_rows([9, 6], [4, 3], loss_masks=masks, select="loss_mask", **layout)
-        assert torch.equal(mask.nonzero().flatten(), plan.rows.sort().values)

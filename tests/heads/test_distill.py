@@ -51,12 +51,13 @@ def compare(ours, theirs, inputs):
 def test_equals_plain_code(kind):
     hidden, weight, bias, far, wide, teacher_bias = tensors()
     weights = torch.rand(len(ROWS), dtype=torch.float64)
+    lora = LoRA(*(torch.randn(*s, dtype=torch.float64) for s in ((2, WIDE), (V, 2))), 0.7)
     out = linear_distill_loss(
-        hidden, Head(weight, bias, None, 0.8, 2.0), TeacherHead(far, Head(wide, teacher_bias, None, 0.5)),
+        hidden, Head(weight, bias, None, 0.8, 2.0), TeacherHead(far, Head(wide, teacher_bias, lora, 0.5)),
         divergence=kind, temperature=1.7, rows=ROWS, row_weights=weights, normalizer=3.0,
     )  # fmt: skip
     logits = reference_logits(hidden, weight, bias, scale=0.8, softcap=2.0)[ROWS]
-    teacher = reference_logits(far, wide, teacher_bias, scale=0.5)[ROWS]
+    teacher = reference_logits(far, wide + 0.7 * lora.up @ lora.down, teacher_bias, scale=0.5)[ROWS]
     values = reference_distill(logits, teacher, kind, temperature=1.7)
     torch.testing.assert_close(out.divergence, values.detach())
     log_p = torch.log_softmax(logits / 1.7, -1).detach()
@@ -226,6 +227,8 @@ def test_no_rows_and_rows_without_weight():
     none = linear_distill_loss(hidden, weight, TeacherHead(far, wide), rows=torch.zeros(0, dtype=torch.int64))
     none.loss.backward()
     assert none.loss == 0 and not hidden.grad.any() and not weight.grad.any()
+    zeros = torch.zeros(T, dtype=torch.float64)
+    assert linear_distill_loss(hidden, weight, TeacherHead(far, wide), row_weights=zeros).loss == 0
     weights = torch.tensor([1.0, 0, 1, 0, 0, 1, 1, 0, 1], dtype=torch.float64)
     some = linear_distill_loss(hidden, weight, TeacherHead(far, wide), row_weights=weights)
     rows = weights.nonzero().flatten()
@@ -291,6 +294,8 @@ def test_equals_trl_gkd(beta):
         ({"divergence": "tv"}, "divergence: expected one of forward_kl"),
         ({"temperature": 0.0}, "temperature: expected a value > 0"),
         ({"normalizer": 0}, "normalizer: expected a number > 0"),
+        ({"normalizer": torch.ones(2)}, "normalizer: expected a number or a 0-dimensional constant"),
+        ({"divergence": ("jsd", 1.5)}, "divergence: expected 0 <= value <= 1"),
         ({"teacher": 3}, "teacher: expected TeacherHead"),
         ({"teacher": TeacherHead(torch.zeros(4, WIDE), torch.zeros(V, WIDE))}, "teacher: expected 9"),
         (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from leanstep.heads import Head, LoRA, linear_logprobs
+from leanstep.heads import Head, linear_logprobs
 
 T, D, V, RANK = 8, 6, 31, 2
 
@@ -23,33 +23,6 @@ def test_a_linear_module_brings_its_bias():
     torch.testing.assert_close(linear_logprobs(hidden, head, tokens).logp, expected)
     with pytest.raises(ValueError, match=r"head\.bias: expected None"):
         linear_logprobs(hidden, Head(head, head.bias), tokens)
-
-
-def test_lora_equals_the_merged_weight_in_every_gradient():
-    hidden, tokens = hidden_and_targets()
-    g = torch.Generator().manual_seed(1)
-    weight, down, up = (
-        torch.randn(*s, generator=g, dtype=torch.float64) for s in ((V, D), (RANK, D), (V, RANK))
-    )
-    upstream = torch.randn(2, T, dtype=torch.float64)
-    results = []
-    for merged in (True, False):
-        h, a, b = (x.detach().requires_grad_() for x in (hidden, down, up))
-        if merged:
-            out = linear_logprobs(h, weight + 0.5 * b @ a, tokens, entropy="grad")
-        else:
-            out = linear_logprobs(h, Head(weight, lora=LoRA(a, b, 0.5)), tokens, entropy="grad")
-        grads = torch.autograd.grad([out.logp, out.entropy], [h, a, b], list(upstream))
-        results.append((out.logp, out.entropy, *grads))
-    for x, y in zip(*results, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-12, rtol=1e-12)
-
-
-def test_lora_shapes_are_checked():
-    hidden, tokens = hidden_and_targets()
-    bad = LoRA(torch.zeros(RANK, D), torch.zeros(RANK, V))
-    with pytest.raises(ValueError, match=r"lora: expected down \[r, 6\] and up \[31, r\]"):
-        linear_logprobs(hidden, Head(torch.zeros(V, D, dtype=torch.float64), lora=bad), tokens)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -71,6 +44,12 @@ def test_a_peft_layer_is_unwrapped():
     torch.testing.assert_close(linear_logprobs(hidden, layer, tokens).logp, actual, atol=2e-5, rtol=2e-5)
 
 
+def hooked():
+    head = nn.Linear(D, V)
+    head.register_forward_hook(lambda *_: None)
+    return head
+
+
 class Adapter(nn.Module):
     """An adapter around a head that is not LoRA."""
 
@@ -84,21 +63,34 @@ class OddLinear(nn.Linear):
         return 2 * super().forward(x)
 
 
+class Low(Adapter):
+    """The attributes of PEFT's LoRA layer."""
+
+    def __init__(self, adapters=("a",), bias=False, dropout=0.0):
+        super().__init__()
+        self.lora_A = nn.ModuleDict({name: nn.Linear(D, RANK, bias=False) for name in adapters})
+        self.lora_B = nn.ModuleDict({name: nn.Linear(RANK, V, bias=bias) for name in adapters})
+        self.lora_dropout = nn.ModuleDict({name: nn.Dropout(dropout) for name in adapters})
+        self.scaling, self.active_adapters = dict.fromkeys(adapters, 1.0), list(adapters)
+
+
 @pytest.mark.parametrize(
-    "make", [Adapter, lambda: OddLinear(D, V), lambda: nn.Conv1d(D, V, 1), lambda: "head"]
+    ("make", "message"),
+    [
+        (lambda: Low(("a", "b")), "head: 2 active adapters on Low"),
+        (lambda: Low(bias=True), "head: adapter 'a' on Low has a bias"),
+        (lambda: Low(dropout=0.5), "head: adapter 'a' drops out its input"),
+        (Adapter, "head: adapter Adapter is not LoRA"),
+        (lambda: OddLinear(D, V), "head: expected nn.Linear or a LoRA layer around one, got OddLinear"),
+        (lambda: nn.Conv1d(D, V, 1), "head: expected nn.Linear or a LoRA layer around one, got Conv1d"),
+        (lambda: "head", "head: expected a tensor, a Head or a module, got str"),
+        (hooked, "head: Linear has forward hooks"),
+    ],
 )
-def test_what_cannot_be_expressed_is_refused(make):
+def test_what_cannot_be_expressed_is_refused(make, message):
     hidden, tokens = hidden_and_targets()
-    with pytest.raises(ValueError, match="head"):
+    with pytest.raises(ValueError, match=message):
         linear_logprobs(hidden.float(), make(), tokens)
-
-
-def test_hooks_are_refused():
-    hidden, tokens = hidden_and_targets()
-    head = nn.Linear(D, V)
-    head.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="forward hooks"):
-        linear_logprobs(hidden.float(), head, tokens)
 
 
 def sharded_run(rank, world_size):

@@ -92,6 +92,9 @@ def linear_ranks(rank: int, world: int) -> list[dict]:
         "metric": {"rows": rows, "entropy": "metric"},
         "logits": {"rows": rows, "logits": True},
         "logits, allowed": {"rows": rows, "logits": True, "allowed": SETS},
+        # All columns of the last ranks are padding.
+        "padding": {"rows": rows, "real": 13},
+        "logits, padding": {"rows": rows, "logits": True, "real": 13},
     }
     logprob.CPU_TILE_BYTES, logprob.COLUMN_BLOCK = 4 * 40, 1
     results = []
@@ -101,9 +104,9 @@ def linear_ranks(rank: int, world: int) -> list[dict]:
             options.pop(k, d) for k, d in (("frozen", False), ("scale", 1.0), ("softcap", None))
         )
         split, adapted = options.pop("sequence_parallel", False), options.pop("lora", False)
-        existing = options.pop("logits", False)
+        existing, real = options.pop("logits", False), options.pop("real", V)
         n = T if "rows" not in options else len(options["rows"])
-        tokens = torch.randint(0, V, (n,), generator=generator)
+        tokens = torch.randint(0, real, (n,), generator=generator)
         upstream = [random(n), random(n), random(n)]
 
         def run(h, w, b, u, **more):
@@ -124,12 +127,12 @@ def linear_ranks(rank: int, world: int) -> list[dict]:
                 torch.autograd.backward(roots, upstream[: len(roots)])  # noqa: B023
             return out, [x.grad for x in leaves], forward.names, backward.names
 
-        truth = run(hidden, weight, bias, up, **options)
+        truth = run(hidden, weight, bias, up, vocab_total=real, **options)
         block = T // world
         mine = slice(rank * block, (rank + 1) * block) if split else slice(None)
         parts = [shard(x, rank, world) for x in (weight, bias, up)]
         more = {"sequence_parallel": True} if split else {}
-        got = run(hidden[mine], *parts, group=dist.group.WORLD, vocab_total=V, **options, **more)
+        got = run(hidden[mine], *parts, group=dist.group.WORLD, vocab_total=real, **options, **more)
         errors = [
             float((a - b).detach().abs().max()) if a.numel() else 0.0
             for a, b in zip(got[0][:3], truth[0][:3], strict=True)
@@ -138,14 +141,14 @@ def linear_ranks(rank: int, world: int) -> list[dict]:
         expected = truth[1]
         if existing:
             expected = [shard(expected[0], rank, world, 1)]
-            expected[0][:, max(V - rank * got[1][0].shape[1], 0) :] = 0
+            expected[0][:, max(real - rank * got[1][0].shape[1], 0) :] = 0
         else:
             width = parts[0].shape[0]
             expected = [expected[0][mine], *expected[1:]]
             for i in (1, 2, 4):
                 if expected[i] is not None:
                     expected[i] = shard(expected[i], rank, world)
-                    expected[i][max(V - rank * width, 0) :] = 0
+                    expected[i][max(real - rank * width, 0) :] = 0
         for a, b in zip(got[1], expected, strict=True):
             if b is not None and b.numel():
                 errors.append(float((a - b).abs().max()))

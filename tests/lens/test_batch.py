@@ -48,7 +48,14 @@ def test_from_tensors_checks_shapes():
     loss, row = torch.zeros(1, 2), torch.tensor([[0, 1]])
     good = {"pos": pos, "lod": lod, "loss": loss, "row": row, "num_tokens": 4}
     LensBatch.from_tensors(**good)
+    masked = LensBatch.from_tensors(**good, has_loss=torch.tensor([[True, False]]))
+    assert masked.loss.isnan().tolist() == [[False, True]]
+    with pytest.raises(ValueError, match="with known variants per sample"):
+        masked.with_losses(torch.zeros(2))
     for change, message in [
+        ({"pos": pos[0]}, "pos: expected shape"),
+        ({"num_tokens": 0}, "num_tokens: expected >= 1"),
+        ({"baseline": torch.zeros(2, dtype=torch.int64)}, "baseline: expected shape"),
         ({"lod": lod[:, :1]}, "lod: expected shape"),
         ({"loss": loss[0]}, "loss: expected shape"),
         ({"row": row[:, :1]}, "row: expected shape"),
@@ -60,6 +67,18 @@ def test_from_tensors_checks_shapes():
     ]:
         with pytest.raises(ValueError, match=message):
             LensBatch.from_tensors(**{**good, **change})
+
+
+def test_losses_of_the_base_model_and_their_excess_over_the_baseline():
+    short, whole = Variant([0], [1]), Variant([0, 1], [0, 0], is_baseline=True)
+    batch = LensBatch.from_variants([[short, whole, short], [whole]], CONFIG, num_tokens=2)
+    losses, nan = torch.tensor([3.0, 2.0, 1.0, 5.0], dtype=torch.float64), math.nan
+    for weight, first in ((0.0, 3.0), (0.5, 3.5)):
+        got = batch.with_losses(losses, gist_delta_weight=weight).loss
+        expected = torch.tensor([[first, 2.0, 1.0], [5.0, nan, nan]], dtype=torch.float64)
+        torch.testing.assert_close(got, expected, equal_nan=True)
+    with pytest.raises(ValueError, match=r"losses: expected shape \(4,\), one per context"):
+        batch.with_losses(losses[:3])
 
 
 def test_left_and_right_padding_agree():
@@ -98,6 +117,7 @@ def test_left_and_right_padding_agree():
         (LensConfig, {"gate": 4}),
         (SamplingConfig, {"pair_sampling": "random"}),
         (ObjectiveConfig, {"coverage_target": 1.5}),
+        (ObjectiveConfig, {"coverage_capacity": 0}),
     ],
 )
 def test_bad_configuration_names_the_field(record, change):

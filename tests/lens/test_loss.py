@@ -15,7 +15,7 @@ from leanstep.lens import (
     lens_loss,
     lens_loss_reference,
 )
-from leanstep.lens.loss import build_pairs, build_targets, level_grid
+from leanstep.lens.loss import build_targets, level_grid
 
 from . import golden
 
@@ -53,29 +53,6 @@ def target_signs(batch, pairs, config):
     up, down = build_targets(level_grid(batch, config), pairs, config, torch.float64)
     start = batch.pos.where(batch.valid, 0)[pairs.worse]
     return (up - down).gather(1, start).where(batch.valid[pairs.worse], 0)
-
-
-@pytest.mark.parametrize("name", golden.NAMES)
-def test_pairs_and_targets_equal_the_original(name):
-    data = golden.load(name)
-    batch, config = golden.batch_of(data), golden.config_of(data)
-    pairs = build_pairs(batch.loss, batch.row, config, golden.pair_order_of(data, batch))
-    sign = target_signs(batch, pairs, config)
-    row = {
-        (s, v): int(batch.row[s, v])
-        for s, sample in enumerate(data["samples"])
-        for v in range(len(sample["variants"]))
-    }
-    for k, pair in enumerate(data["pairs"]):
-        # A pair without a difference compares a context with itself: it has no target.
-        better = pair["better"] if pair["delta"] > 0 else pair["worse"]
-        assert int(pairs.better[k]) == row[pair["sample"], better]
-        assert int(pairs.worse[k]) == row[pair["sample"], pair["worse"]]
-        assert pairs.delta[k].item() == pytest.approx(pair["delta"], rel=1e-12)
-        expand, collapse = (pair["expand"], pair["collapse"]) if pair["kept"] else ([], [])
-        assert (sign[k] > 0).nonzero()[:, 0].tolist() == expand
-        assert (sign[k] < 0).nonzero()[:, 0].tolist() == collapse
-    assert not pairs.valid[len(data["pairs"]) :].any()
 
 
 @pytest.mark.parametrize("name", golden.NAMES)
@@ -168,7 +145,8 @@ EVERY_TERM = {
 def test_every_term_equals_the_loops(form, seed):
     batch = random_batch(seed=seed, block=(3, 4)[seed % 2])
     config = LensConfig(block_size=(3, 4)[seed % 2], objective=ObjectiveConfig(form=form, **EVERY_TERM))
-    scores = torch.randn(batch.pos.shape, dtype=torch.float64).tanh()
+    # Not contiguous.
+    scores = torch.randn(batch.pos.shape[::-1], dtype=torch.float64).tanh().t()
     before = torch.randn(batch.pos.shape, dtype=torch.float64).tanh()
     usable = torch.rand(batch.num_contexts) < 0.8
     state = torch.tensor(0.3, dtype=torch.float64)
@@ -213,24 +191,6 @@ def test_low_precision_is_as_close_to_the_truth_as_the_loops(dtype):
         size = exact.abs().max()
         bound = k * (baseline - exact).abs().max() + 4 * torch.finfo(torch.float32).eps * size
         assert (candidate - exact).abs().max() <= bound
-
-
-def test_runs_repeat_bitwise_and_leave_inputs_alone():
-    batch = random_batch(seed=7)
-    config = LensConfig(block_size=4, objective=ObjectiveConfig(**EVERY_TERM))
-    wide = torch.randn(batch.pos.shape[1], batch.num_contexts).tanh()
-    scores = wide.t().detach()
-    assert not scores.is_contiguous() or min(scores.shape) == 1
-    saved = scores.clone(), batch.pos.clone(), batch.lod.clone(), batch.loss.clone()
-    results = []
-    for _ in range(2):
-        x = scores.detach().requires_grad_()
-        loss = lens_loss(x, batch, config, prev_scores=scores * 0.5).loss
-        loss.backward()
-        results.append((loss.detach(), x.grad))
-    assert results[0][0].equal(results[1][0]) and results[0][1].equal(results[1][1])
-    for before, after in zip(saved, (scores, batch.pos, batch.lod, batch.loss), strict=True):
-        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_switching_a_term_off_leaves_the_others_bitwise():

@@ -218,20 +218,23 @@ def test_sampled_spans_are_unbiased(how, aux_on_full):
         assert bool(draws.std(0).max() > 1e-6) == (name == "pref" or not aux_on_full)
 
 
-def test_topk_spans_take_the_steepest():
+@pytest.mark.parametrize("form", ["logistic", "hinge"])
+def test_topk_spans_take_the_steepest(form):
     batch, x = many_entries()
-    config = LensConfig(block_size=4, sampling=SamplingConfig(span_sampling="topk", span_k=3))
+    sampling = SamplingConfig(span_sampling="topk", span_k=3)
+    config = LensConfig(block_size=4, sampling=sampling, objective=ObjectiveConfig(form=form))
     sampled = lens_loss(x, batch, config).terms["pref"]
-    whole = lens_loss(x, batch, LensConfig(block_size=4)).terms["pref"]
+    whole = lens_loss(x, batch, replace(config, sampling=SamplingConfig())).terms["pref"]
     assert (sampled >= whole - 1e-12).all() and (sampled > whole).any()
     large = replace(config, sampling=replace(config.sampling, span_k=10_000))
     torch.testing.assert_close(lens_loss(x, batch, large).terms["pref"], whole, rtol=1e-12, atol=0)
-    # By hand: the mean over the three largest costs; the logistic form orders cost and slope alike.
+    # By hand: the mean over the three largest costs; both forms order cost and slope alike.
     pairs = lens_loss(x, batch, config).pairs
     k = int(sampled.argmax())
     sign = target_signs(batch, pairs, config)[k]
     s, a = pairs.delta[k].clamp(min=1), pairs.delta[k].tanh()
-    cost = torch.nn.functional.softplus(-sign * x[pairs.worse[k]] * s)[sign != 0]
+    wrong = (-sign * x[pairs.worse[k]] * s)[sign != 0]
+    cost = torch.nn.functional.softplus(wrong) if form == "logistic" else torch.relu(wrong + 1)
     torch.testing.assert_close(sampled[k], cost.topk(3).values.mean() * a)
 
 

@@ -31,9 +31,11 @@ def test_holes_and_falling_positions_give_the_loops_loss():
     turned[:, [0, 1]] = turned[:, [1, 0]]
     x = torch.randn(batch.pos.shape)
     for odd in (like(batch, valid=holes), like(batch, pos=turned)):
-        torch.testing.assert_close(
-            lens_loss(x, odd, config).loss, lens_loss_reference(x, odd, config).loss, rtol=1e-5, atol=1e-7
-        )
+        got = lens_loss(x, odd, config)
+        expected = lens_loss_reference(x, odd, config).loss
+        torch.testing.assert_close(got.loss, expected, rtol=1e-5, atol=1e-7)
+        # Of a batch without known variants per sample, those with a loss are counted.
+        assert got.metrics.read()["mc/variants_total"] == (~odd.loss.isnan()).sum()
 
 
 def test_a_score_that_is_not_finite_shows_in_the_loss():

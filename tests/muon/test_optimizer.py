@@ -95,11 +95,12 @@ def test_tied_head_appears_once_and_goes_to_adam():
     assert sum(len(group["params"]) for group in split_params(model)) == 6
 
 
-def step_once(param, grad, **options):
+def step_once(param, grad, steps=1, **options):
     param = nn.Parameter(param.clone())
     optimizer = NorMuon([param], lr=0.1, **options)
     param.grad = grad.clone()
-    optimizer.step()
+    for _ in range(steps):
+        optimizer.step()
     return param.detach()
 
 
@@ -111,22 +112,28 @@ def test_bank_steps_like_its_matrices():
             torch.testing.assert_close(got[i, j], step_once(weight[i, j], grad[i, j]), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_split_and_heads_step_like_separate_matrices(dim):
-    weight, grad = torch.randn(48, 48), torch.randn(48, 48)
-    got = step_once(weight, grad, split=[24, 12, 12], split_dim=dim, heads=[2, 1, 1])
-    sizes = [12, 12, 12, 12]
-    parts = zip(got.split(sizes, dim), weight.split(sizes, dim), grad.split(sizes, dim), strict=True)
-    for mine, w, g in parts:
-        torch.testing.assert_close(mine, step_once(w.contiguous(), g.contiguous()), atol=1e-6, rtol=0)
+# Shape, options, and the matrices or banks of them that a parameter then consists of.
+PARTS = [
+    ((48, 48), {"split": [24, 12, 12], "heads": [2, 1, 1]}, lambda t: t.split(12)),
+    ((48, 48), {"split": [24, 12, 12], "heads": [2, 1, 1], "split_dim": 1}, lambda t: t.split(12, 1)),
+    ((20, 30), {"split": [13, 7]}, lambda t: t.split([13, 7])),
+    ((20, 30), {"split": [21, 9], "split_dim": 1}, lambda t: t.split([21, 9], 1)),
+    ((24, 10), {"heads": 3}, lambda t: t.split(8)),
+    ((3, 12, 16), {"heads": 4, "split_dim": 1}, lambda t: t.split(4, 2)),
+    ((3, 18, 16), {"split": [12, 6], "heads": [3, 1]}, lambda t: t.split([4, 4, 4, 6], 1)),
+    ((8, 3, 2, 2), {"flatten": "conv"}, lambda t: [t.flatten(1)]),
+    ((8, 3, 2, 2), {"flatten": "conv", "heads": 2}, lambda t: t.flatten(1).split(4)),
+]
 
 
-def test_convolution_as_one_matrix():
-    weight, grad = torch.randn(8, 3, 2, 2), torch.randn(8, 3, 2, 2)
-    flat = step_once(weight.view(8, 12), grad.view(8, 12))
-    torch.testing.assert_close(
-        step_once(weight, grad, flatten="conv"), flat.view(8, 3, 2, 2), atol=1e-6, rtol=0
-    )
+@pytest.mark.parametrize("variance", ["long", "row"])
+@pytest.mark.parametrize(("shape", "options", "parts"), PARTS)
+def test_parts_step_like_separate_matrices(shape, options, parts, variance):
+    weight, grad = torch.randn(shape), torch.randn(shape)
+    got = step_once(weight, grad, steps=2, variance=variance, **options)
+    for mine, w, g in zip(parts(got), parts(weight), parts(grad), strict=True):
+        alone = step_once(w.contiguous(), g.contiguous(), steps=2, variance=variance)
+        torch.testing.assert_close(mine, alone, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +286,18 @@ def bad_groups():
             "^adam: expected lr, .*'beta3'",
         ),
         ("algorithm", lambda: NorMuon([{"params": [matrix], "algorithm": "sgd"}]), "^algorithm: expected"),
+        (
+            "betas",
+            lambda: NorMuon([{"params": [matrix], "algorithm": "adam", "betas": (1.0, 0.9)}]),
+            "^betas: expected two numbers",
+        ),
+        (
+            "algorithm of a model",
+            lambda: split_params(nn.Linear(2, 2), algorithm="sgd"),
+            "^algorithm: expected",
+        ),
+        ("rule of a model", lambda: split_params(nn.Linear(2, 2), rule=lambda *_: "sgd"), "^rule: expected"),
+        ("nothing trainable", lambda: split_params(nn.ReLU()), "^model: expected at least one trainable"),
         ("split", lambda: NorMuon([matrix], split=[3, 3]), "add up to 4"),
         ("heads", lambda: NorMuon([matrix], heads=3), "heads that divide 4"),
         ("heads per part", lambda: NorMuon([matrix], split=[2, 2], heads=[1]), "^heads: expected one count"),
