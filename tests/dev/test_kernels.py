@@ -1,4 +1,4 @@
-"""`python -m dev.kernels`: bad targets and a missing compiler are one line; the table and the JSON agree."""
+"""`python -m dev.kernels`: real kernels are judged, table and JSON agree, the interpreter is refused."""
 
 from __future__ import annotations
 
@@ -47,13 +47,6 @@ def test_real_kernels_are_compiled_listed_and_judged():
         assert f"{row['registers']} / {row['shared_bytes']}" in line
         assert ("spilled" in line) == (row["spill_bytes"] > 0)
     assert "3 of 5 fall short; narrow pass for sm_90" in done.stderr
-
-
-@pytest.mark.parametrize("targets", ["hopper", "sm_90,,gfx942", ""])
-def test_bad_targets_are_named(monkeypatch, capsys, targets):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert run(["--targets", targets]) == 2
-    assert "--targets: expected" in capsys.readouterr().err
 
 
 def test_interpreter_mode_is_refused(monkeypatch, capsys):
