@@ -12,7 +12,7 @@ from benchmarks.harness import (
     Params,
 )
 from leanstep.lens import LensBatch, LensConfig, SamplingConfig
-from recipes.lens.contexts import planned_length, reachable_length, sample_variants
+from recipes.lens.contexts import reachable_length, sample_variants
 
 BATCH_TENSORS = ("pos", "lod", "valid", "loss", "row", "tokens", "baseline")
 
@@ -27,7 +27,7 @@ def make_batch(
         sampling=SamplingConfig(max_pairs=params["max_pairs"], num_random_variants=params["variants"] - 1),
     )
     tokens = params["tokens"]
-    target = reachable_length(tokens, planned_length(tokens, 0.0), config.block_size)
+    target = reachable_length(tokens, int(0.9 * tokens), config.block_size)
     samples = []
     for _ in range(params["samples"]):
         variants = sample_variants(

@@ -105,18 +105,14 @@ def shipped_kernels(
 
 
 def variants(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries plus variants of their flags that cover every pair of values of two flags.
+    """Return the entries plus a variant for every other value of their flags.
 
-    A flag is a constexpr that is True or False in the registry, unless the entry's "tied" names it: tied ones
-    follow from a pointer's type. Up to three flags are combined in every way. With more, any two flags take
-    all four pairs of values in some variant: all combinations of eight flags would be 256 and take minutes
-    per target, pairs need about ten, and a kernel that fails to compile fails because of one or two flags.
+    A flag is a constexpr that is True or False in the registry.
     """
     result, known = list(entries), {_identity(entry) for entry in entries}
     for entry in entries:
-        tied = entry.get("tied", ())
-        flags = [k for k, v in entry["constexprs"].items() if isinstance(v, bool) and k not in tied]
-        for values in _covering(len(flags), tuple(entry["constexprs"][name] for name in flags)):
+        flags = [k for k, v in entry["constexprs"].items() if isinstance(v, bool)]
+        for values in itertools.product((False, True), repeat=len(flags)):
             chosen = dict(zip(flags, values, strict=True))
             other = {**entry, "constexprs": {**entry["constexprs"], **chosen}}
             changed = [f"{name}={int(v)}" for name, v in chosen.items() if v != entry["constexprs"][name]]
@@ -132,24 +128,6 @@ def _identity(entry: dict[str, Any]) -> tuple[Any, ...]:
     parts = (entry["signature"], entry["constexprs"])
     listed = (tuple(sorted((str(k), str(v)) for k, v in part.items())) for part in parts)
     return (entry["fn"].__name__, *listed, entry["num_warps"], entry["num_stages"])
-
-
-def _covering(count: int, first: tuple[bool, ...]) -> list[tuple[bool, ...]]:
-    """Return rows of `count` booleans in which any two columns take all four pairs; greedy, deterministic."""
-    everything = list(itertools.product((False, True), repeat=count))
-    if count <= 3:
-        return everything
-    columns = list(itertools.combinations(range(count), 2))
-
-    def pairs(row: tuple[bool, ...]) -> set[tuple[int, int, bool, bool]]:
-        return {(a, b, row[a], row[b]) for a, b in columns}
-
-    rows = [first]
-    missing = set().union(*map(pairs, everything)) - pairs(first)
-    while missing:
-        rows.append(max(everything, key=lambda row: len(pairs(row) & missing)))
-        missing -= pairs(rows[-1])
-    return rows
 
 
 def compile_kernel(package: str, entry: dict[str, Any], target_name: str) -> CompiledKernel:

@@ -281,12 +281,11 @@ def _order(grid: tuple[int, ...], most: int | None, shuffle: random.Random) -> l
 
 @contextlib.contextmanager
 def checked_launches(
-    seed: int = 0, most_programs: int | None = None, stop_at_first: bool = False
+    most_programs: int | None = None, stop_at_first: bool = False
 ) -> Iterator[CheckedLaunches]:
     """Check every launch of the interpreter inside this context.
 
     Args:
-        seed: seed of the order of programs.
         most_programs: run at most this many programs of a grid, including the first and the last.
         stop_at_first: whether the first problem raises an exception inside the launch.
 
@@ -298,7 +297,7 @@ def checked_launches(
 
     if not knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET: expected 1 before the kernels are imported, got 0")
-    hooks = _Hooks(interpreter, CheckedLaunches(stop_at_first), random.Random(seed), most_programs)
+    hooks = _Hooks(interpreter, CheckedLaunches(stop_at_first), random.Random(0), most_programs)
     with contextlib.ExitStack() as stack:
         for owner, name, function in hooks.replacements():
             stack.enter_context(mock.patch.object(owner, name, function))

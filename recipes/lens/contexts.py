@@ -16,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from leanstep.lens import Variant
 
 Entry = tuple[int, int]  # position, lod
+# Probability that a random context collapses gists before tokens.
+DEEP = 0.1
 
 
 @dataclass(frozen=True)
@@ -32,22 +34,6 @@ class AllocatorConfig:
     collapse_at: float = -0.1
     protected_entries: int = 128
     max_edits: int = 4
-
-
-def planned_length(
-    max_len: int, progress: float, *, train_wc_length: int | None = None, num_tokens: int | None = None
-) -> int:
-    """Return the target number of entries: 0.9 * max_len at first, later `train_wc_length` (0.75 * max_len).
-
-    >>> [planned_length(2048, progress) for progress in (0.0, 0.5, 1.0)]
-    [1843, 1690, 1536]
-    """
-    if not 0 <= progress <= 1:
-        raise ValueError(f"progress: expected 0..1, got {progress}")
-    start = int(0.9 * max_len)
-    end = round(0.75 * max_len) if train_wc_length is None else train_wc_length
-    length = round(start + (end - start) * progress)
-    return length if num_tokens is None else min(length, num_tokens)
 
 
 def reachable_length(num_tokens: int, planned: int, block_size: int) -> int:
@@ -82,13 +68,12 @@ def sample_variants(
     generator: torch.Generator | None = None,
     *,
     recent_tokens: int = 128,
-    deep_probability: float = 0.1,
 ) -> list[Variant]:
     """Return the baseline and up to `n_random` random contexts of one sequence, without losses.
 
     A random context starts as all T raw tokens and collapses random runs of b entries of the same LOD until
     it has `target_len` entries. Runs start at any entry and never include the last `recent_tokens`. Level 0
-    is collapsed first; with probability `deep_probability` a run of level 1 is. Duplicate contexts are
+    is collapsed first; with probability `DEEP` a run of level 1 is. Duplicate contexts are
     dropped.
 
     Args:
@@ -112,7 +97,7 @@ def sample_variants(
         return variants
     seen = {_content(variants[0])}
     for _ in range(n_random):
-        variant = _random_variant(T, b, L, target_len, generator, recent_tokens, deep_probability)
+        variant = _random_variant(T, b, L, target_len, generator, recent_tokens)
         if (content := _content(variant)) not in seen:
             seen.add(content)
             variants.append(variant)
@@ -131,7 +116,6 @@ def _random_variant(
     target_len: int,
     generator: torch.Generator | None,
     recent_tokens: int,
-    deep: float,
 ) -> Variant:
     # A context is a list of runs [start, count, level] of adjacent entries; a collapse splits a run into
     # three.
@@ -139,7 +123,7 @@ def _random_variant(
     length, limit = T, T - recent_tokens
     while length > target_len:
         levels = list(range(L))
-        if L > 1 and float(torch.rand((), generator=generator)) < deep:
+        if L > 1 and float(torch.rand((), generator=generator)) < DEEP:
             levels = [1, 0, *levels[2:]]
         choice = None
         for level in levels:

@@ -24,6 +24,7 @@ from leanstep.extras import require
 from recipes.speedrun.data import write_shard
 
 BOS = "<|bos|>"
+MAX_CHARS = 1200
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ def standard_library_files(root: Path | None = None) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-def split_documents(text: str, max_chars: int) -> Iterator[str]:
-    """Split a file at blank lines into documents of about `max_chars`; a longer paragraph stays whole."""
+def split_documents(text: str) -> Iterator[str]:
+    """Split a file at blank lines into documents of about `MAX_CHARS`; a longer paragraph stays whole."""
     document = ""
     for paragraph in text.split("\n\n"):
-        if document and len(document) + len(paragraph) > max_chars:
+        if document and len(document) + len(paragraph) > MAX_CHARS:
             yield document
             document = ""
         document += paragraph + "\n\n"
@@ -58,13 +59,12 @@ def split_documents(text: str, max_chars: int) -> Iterator[str]:
 
 
 def standard_library_corpus(
-    vocab_size: int = 512, *, max_chars: int = 1200, root: Path | None = None, folder: Path | None = None
+    vocab_size: int = 512, *, root: Path | None = None, folder: Path | None = None
 ) -> Corpus:
     """Build the corpus, or load it from the cache.
 
     Args:
         vocab_size: BPE size, BOS included; 257 (bytes and BOS) at least.
-        max_chars: target document length.
         root: another folder of Python files instead of the standard library.
         folder: cache folder; default `cache_folder()`.
     """
@@ -76,7 +76,7 @@ def standard_library_corpus(
     texts = [path.read_bytes() for path in standard_library_files(root)]
     if len(texts) < 2:
         raise ValueError(f"root: expected at least two Python files, got {len(texts)}")
-    digest = hashlib.sha256(f"3 {vocab_size} {max_chars} {tokenizers.__version__}".encode())
+    digest = hashlib.sha256(f"3 {vocab_size} {MAX_CHARS} {tokenizers.__version__}".encode())
     for raw in texts:
         digest.update(len(raw).to_bytes(8, "little") + raw)
     target = (folder or cache_folder()) / f"stdlib-{vocab_size}-{digest.hexdigest()[:16]}"
@@ -85,7 +85,7 @@ def standard_library_corpus(
         # Built aside and renamed: no process sees half a corpus.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as name:
             building = Path(name) / "corpus"
-            _build(building, [raw.decode("utf-8", errors="replace") for raw in texts], vocab_size, max_chars)
+            _build(building, [raw.decode("utf-8", errors="replace") for raw in texts], vocab_size)
             with contextlib.suppress(OSError):  # another process was first; its corpus is the same
                 building.rename(target)
     about = json.loads((target / "corpus.json").read_text(encoding="utf-8"))
@@ -98,14 +98,14 @@ def standard_library_corpus(
     )
 
 
-def _build(folder: Path, texts: list[str], vocab_size: int, max_chars: int) -> None:
+def _build(folder: Path, texts: list[str], vocab_size: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     # The held-out files alternate between both ends of the alphabet: one in twenty, at least one.
     every = min(20, len(texts))
     documents: dict[str, list[str]] = {"train": [], "validation": []}
     for i, text in enumerate(texts):
-        documents["validation" if i % every == every - 1 else "train"] += split_documents(text, max_chars)
+        documents["validation" if i % every == every - 1 else "train"] += split_documents(text)
     # Alphabetical order would show a model one subject at a time.
     for docs in documents.values():
         random.Random(0).shuffle(docs)

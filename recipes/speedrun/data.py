@@ -174,7 +174,6 @@ class DocumentLoader:
         max_seq_len: longest document span.
         bos: the token that starts a document.
         rank, world_size: which share of every batch this loader returns.
-        cycle: start over after the last shard; otherwise `next_batch` raises StopIteration.
     """
 
     def __init__(
@@ -186,14 +185,13 @@ class DocumentLoader:
         bos: int = 50256,
         rank: int = 0,
         world_size: int = 1,
-        cycle: bool = True,
     ) -> None:
         if not paths:
             raise ValueError("paths: expected at least one shard, got none")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank: expected 0 <= rank < world_size = {world_size}, got {rank}")
         self.paths = [Path(p) for p in paths]
-        self.bos, self.rank, self.world_size, self.cycle = bos, rank, world_size, cycle
+        self.bos, self.rank, self.world_size = bos, rank, world_size
         self.resize(num_tokens, max_seq_len)
         self.epoch = self.shard_index = self.document = 0
         self._shard = _Shard(self.paths[0], bos)
@@ -256,8 +254,6 @@ class DocumentLoader:
     def _next_shard(self) -> None:
         following = self.shard_index + 1
         if following == len(self.paths):
-            if not self.cycle:
-                raise StopIteration
             following = 0
             self.epoch += 1
         ahead, self._ahead = self._ahead, None

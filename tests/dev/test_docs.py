@@ -131,6 +131,8 @@ def responses(world) -> dict[str, Any]:
 
 def test_log_probs_of_responses(responses):
     space = run("docs/heads.md", "return_parts", responses)
+    assert [len(part) for part in space["logp"]] == [4, 3]
+    torch.testing.assert_close(torch.cat(list(space["logp"])), space["out"].logp)
     space["targets"] = space["plan"].targets(space["tokens"])
     space = run("docs/heads.md", "linear_policy_loss", space)
     assert space["result"].loss.isfinite() and responses["hidden"].grad.isfinite().all()
@@ -138,12 +140,6 @@ def test_log_probs_of_responses(responses):
     log_p = log_softmax(linear(responses["hidden"], responses["lm_head"].weight)[space["plan"].rows], -1)
     picked = log_p.gather(1, space["targets"][:, None])[:, 0]
     torch.testing.assert_close(space["loss"], (-((1 - picked.exp()) ** 2) * picked).mean())
-
-
-def test_parts_of_samples(responses):
-    space = run("docs/heads.md", "return_parts", responses)
-    assert [len(part) for part in space["logp"]] == [4, 3]
-    torch.testing.assert_close(torch.cat(list(space["logp"])), space["out"].logp)
 
 
 def test_before_and_after(responses):

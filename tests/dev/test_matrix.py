@@ -8,14 +8,9 @@ from pathlib import Path
 MATRIX = Path(__file__).parents[2] / "dev" / "matrix"
 
 
-def listed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(MATRIX), "--list", *arguments], capture_output=True, text=True, timeout=60
-    )
-
-
 def runs_of(*arguments: str) -> list[str]:
-    done = listed(*arguments)
+    command = ["bash", str(MATRIX), "--list", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split()
 

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from contract import OPTIONS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,3 +72,12 @@ def test_a_command_runs_as_it_is_written(line: str, tmp_path: Path):
     assert ran.returncode == 0, ran.stderr[-2000:]
     expected = {"prove": "the same update", "rehearse": "predicted on h100: fits", "diagnose": "dead-rows"}
     assert expected[line.split()[1]] in ran.stdout
+
+
+@pytest.mark.parametrize("name", ["SKILL.md", "dev/try_dist"])
+def test_commands_elsewhere_have_these_options(name: str):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    lines = re.findall(r'(?:`|bin/)leanstep"? ([a-z]+)(.*?)(?: -- |`|$)', text, re.MULTILINE)
+    assert len(lines) >= 5
+    for command, rest in lines:
+        assert set(re.findall(r" (--[a-z-]+)", rest)) <= set(OPTIONS[command].split()), (command, rest)

@@ -1,18 +1,13 @@
-"""Kill a recipe with SIGKILL at random steps, resume it each time, and compare with one left alone.
-
-python tests/recipes/killing.py recipes.lens.train --kills 5 --steps 40 -- --save-every 3
-"""
+"""Stop or kill a recipe, resume it, and compare with one left alone."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -43,34 +38,40 @@ def without_times(out: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "train_time_s"} for line in lines]
 
 
-def kill_at_random_steps(
-    module: str, options: list[str], steps: int, folder: Path, kills: int, seed: int = 0
-) -> list[int]:
-    """Return the steps at which the kills hit; raise if the two runs do not end with the same bits."""
+def stop_and_resume(main: Callable, options: list[str], steps: int, stops: tuple[int, ...], folder: Path):
+    """Train once without and once with stops, in this process."""
+    whole, parts = folder / "whole", folder / "parts"
+    options = [*options, "--log-every", "1", "--steps", str(steps)]
+    main(["--out", str(whole), *options])
+    for stop in (*stops, steps):
+        torch.manual_seed(1000 + stop)
+        main(["--out", str(parts), "--resume", "--stop-after", str(stop), *options])
+    assert_same_ends(whole, parts, steps)
+
+
+def kill_and_resume(module: str, options: list[str], steps: int, at: int, folder: Path) -> None:
+    """Train in a process of its own; then again, killed with SIGKILL after step `at`."""
     whole, killed = folder / "whole", folder / "killed"
     options = [*options, "--steps", str(steps)]
     finish(start(module, options, whole))
-    rng, hits = random.Random(seed), []
-    for number in range(kills):
-        before = last_step(killed)
-        wanted = before + rng.randint(1, max(1, (steps - 1 - before) // (kills - number + 1)))
-        process = start(module, options, killed)
-        deadline = time.monotonic() + 240
-        while process.poll() is None and last_step(killed) < wanted and time.monotonic() < deadline:
-            time.sleep(0.002)
-        time.sleep(rng.random() * 0.02)
-        process.send_signal(signal.SIGKILL)
-        text = process.communicate()[0].decode()
-        assert process.returncode == -signal.SIGKILL, f"it ended before the kill:\n{text}"
-        hits.append(last_step(killed))
+    process = start(module, options, killed)
+    deadline = time.monotonic() + 240
+    while process.poll() is None and last_step(killed) < at and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    text = process.communicate()[0].decode()
+    assert process.returncode == -signal.SIGKILL, f"it ended before the kill:\n{text}"
     finish(start(module, options, killed))
-    ends = [read_checkpoint(list_checkpoints(out)[-1]) for out in (whole, killed)]
+    assert_same_ends(whole, killed, steps)
+    assert not list(killed.glob(".*.partial"))
+
+
+def assert_same_ends(whole: Path, parts: Path, steps: int) -> None:
+    ends = [read_checkpoint(list_checkpoints(out)[-1]) for out in (whole, parts)]
     assert ends[0]["step"] == ends[1]["step"] == steps
     for name in ("state", "ranks", "settings"):
         assert_same_bits(ends[0][name], ends[1][name], name)
-    assert without_times(whole) == without_times(killed)
-    assert not list(killed.glob(".*.partial"))
-    return hits
+    assert without_times(whole) == without_times(parts)
 
 
 def assert_same_bits(a, b, path: str) -> None:
@@ -87,23 +88,3 @@ def assert_same_bits(a, b, path: str) -> None:
             assert_same_bits(x, y, f"{path}[{i}]")
     else:
         assert a == b, path
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("module")
-    parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.epilog = "Options of the recipe go behind --."
-    words = sys.argv[1:]
-    end = words.index("--") if "--" in words else len(words)
-    arguments = parser.parse_args(words[:end])
-    with tempfile.TemporaryDirectory() as temporary:
-        hits = kill_at_random_steps(
-            arguments.module,
-            words[end + 1 :],
-            arguments.steps,
-            Path(temporary),
-            arguments.kills,
-        )
-    print(f"{arguments.module}: killed at steps {hits} of {arguments.steps}, resumed: same bits")

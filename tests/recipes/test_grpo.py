@@ -1,4 +1,4 @@
-"""The GRPO recipe: the task, the rows, learning from the reward, kills."""
+"""The GRPO recipe: the task, the rows, learning from the reward, resuming."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from killing import kill_at_random_steps
+from killing import stop_and_resume
 
 from recipes.grpo.train import (
     END,
@@ -91,10 +91,9 @@ def test_reward_rises(tmp_path: Path):
     assert last["selected_rows"] < last["rows"] / 4
 
 
-@pytest.mark.timeout(280)
-def test_killed_and_resumed_ends_with_the_same_bits(tmp_path: Path):
+def test_stopped_and_resumed_ends_with_the_same_bits(tmp_path: Path):
     options = [*OPTIONS, "--kl-coef", "0.05", "--save-every", "3", "--eval-every", "4"]
-    assert len(kill_at_random_steps("recipes.grpo.train", options, 12, tmp_path, kills=1)) == 1
+    stop_and_resume(main, options, 12, (5, 7), tmp_path)
 
 
 def test_the_row_selection_example_runs(capsys):

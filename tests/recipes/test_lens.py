@@ -1,4 +1,4 @@
-"""The controller recipe: the task, focus at the budget, learning from preferences, kills."""
+"""The controller recipe: the task, focus at the budget, learning from preferences, a kill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from killing import kill_at_random_steps
+from killing import kill_and_resume
 
 from recipes.lens.train import Settings, best_focus, lens_focus, main, models, random_contexts, sequences
 
@@ -71,5 +71,5 @@ def test_agreement_rises_within_a_few_steps(tmp_path):
 
 @pytest.mark.timeout(280)
 def test_killed_and_resumed_ends_with_the_same_bits(tmp_path):
-    options = [*SMALL, "--save-every", "2", "--eval-every", "5", "--warm-fraction", "0.5"]
-    assert len(kill_at_random_steps("recipes.lens.train", options, 12, tmp_path, kills=1)) == 1
+    options = [*SMALL, "--save-every", "5", "--eval-every", "4", "--warm-fraction", "0.5"]
+    kill_and_resume("recipes.lens.train", options, 12, 6, tmp_path)

@@ -45,7 +45,8 @@ def stats() -> None:
     with replaced(passes, STATS_BLOCK=16):
         for rows, columns, dtype in ((7, 41, FP32), (6, 16, FP32), (6, 1, BF16), (5, 37, BF16)):
             z, ids = torch.randn(rows, columns).to(dtype), tokens_around(rows, columns) + 100
-            passes.stats(z, ids, 100, *apart(torch.rand(6, rows)))
+            for finish in (passes.NOTHING, (torch.randn(columns), 0.1, 30.0)):
+                passes.stats(z, ids, 100, *apart(torch.rand(6, rows)), finish=finish)
 
 
 def grads() -> None:
@@ -54,6 +55,8 @@ def grads() -> None:
             for cap in (0.0, 0.05):
                 vectors = apart(torch.rand(7, rows))
                 z, ids = torch.randn(rows, columns), tokens_around(rows, columns)
+                finish = (torch.randn(columns), 0.1, 30.0)
+                passes.grads(z, torch.zeros(rows, columns), ids, 0, *vectors, cap, finish=finish)
                 passes.grads(z, torch.zeros(rows, columns, dtype=BF16), ids, 0, *vectors, cap)
                 passes.grads(z, z, ids, 0, *vectors, cap)
                 # 16-bit gradients in the first half of each row's memory.

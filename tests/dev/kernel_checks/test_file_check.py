@@ -65,6 +65,9 @@ def test_a_step_out_of_bounds_fails_and_names_the_line(capsys):
         (["--skip-memory"], "--skip-memory: expected FILE.py with it"),
         (["--plain", "go"], "--plain: expected FILE.py with it"),
         ([str(FILE), "--targets", "hopper"], "--targets: expected names like"),
+        (["--targets", "hopper"], "--targets: expected names like"),
+        (["--targets", "sm_90,,gfx942"], "--targets: expected"),
+        (["--targets", ""], "--targets: expected"),
     ],
 )
 def test_bad_input_is_one_line(arguments, line, capsys):
