@@ -4,8 +4,8 @@
     python dev/covered.py              the lines of `make test-all`
 
 Arguments are pytest's. It writes build/covered/: `lines.txt` with the missing lines of each file, and
-`.coverage` with the test that ran a line, for `coverage html --show-contexts`. A process that is killed leaves
-no data. coverage's own patches lose forked children and those that end by `os._exit`, as many here do.
+`.coverage` with the test that ran a line, for `coverage html --show-contexts`. A process that is killed
+leaves no data. coverage's own patches lose forked children and those that end by `os._exit`.
 """
 
 from __future__ import annotations
