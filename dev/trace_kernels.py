@@ -36,7 +36,10 @@ def extract(path: Path) -> list[Event]:
     launched = collections.defaultdict(list)
     events = trace["traceEvents"]
     operators = {e["args"].get("External id"): e for e in events if e.get("cat") == "cpu_op" and "args" in e}
-    for kernel, gap in _with_gaps([e for e in events if e.get("cat") in ON_DEVICE]):
+    on_device = [e for e in events if e.get("cat") in ON_DEVICE]
+    # Older traces give a kernel the id of its launch: equal numbers of operators mean nothing.
+    old = all(e["args"].get("External id") == e["args"].get("correlation") for e in on_device)
+    for kernel, gap in _with_gaps([] if old else on_device):
         number = kernel["args"].get("External id")
         if number is not None and number in operators:
             launched[number].append((kernel, gap))
@@ -45,6 +48,8 @@ def extract(path: Path) -> list[Event]:
         names = "+".join(kernel["name"][:70] for kernel, _ in kernels)
         times = sum(kernel["dur"] for kernel, _ in kernels), sum(gap for _, gap in kernels)
         rows[(*_signature(operators[number]), names)].append(times)
+    if not rows:
+        raise ValueError(f"{path}: expected kernels with the id of their operator, got none; older torch?")
     device = (trace.get("deviceProperties") or [{}])[0].get("name", "unknown")
     stem = path.name.removesuffix(".gz").removesuffix(".json")
     table = [

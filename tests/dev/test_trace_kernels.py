@@ -38,6 +38,15 @@ def test_kernels_get_the_operator_that_launched_them(tmp_path):
     assert (negation["median_us"], negation["queued_us"]) == (4, 6)
 
 
+def test_a_trace_of_launch_ids_is_refused(tmp_path):
+    launched = kernel(42, 300)
+    launched["args"]["correlation"] = 42
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"traceEvents": [operator("aten::addmm", 42, SHAPES, ["float"]), launched]}))
+    with pytest.raises(ValueError, match="id of their operator"):
+        load_tool("trace_kernels").extract(path)
+
+
 @pytest.mark.parametrize(
     ("name", "key"),
     [("NVIDIA A100-PG509-200", "a100-40"), ("NVIDIA GB200", "gb200"), ("NVIDIA H100 PCIe", "h100-pcie")],
