@@ -89,7 +89,7 @@ def test_logits_to_keep_scores_what_the_models_logits_score(keep):
     scored = logits.shape[1]
     expected = logits.log_softmax(-1).gather(-1, ids[:, T - scored :, None])[..., 0]
     # The last sequence begins within the last six tokens.
-    for mask in (None, attention, attention[:, 1:]):
+    for mask in (None, attention, attention[:, 1:], attention[:, T - scored :]):
         ours, entropy = model_logprobs(
             model, ids, mask, attention_mask=attention, logits_to_keep=keep, entropy="metric"
         )

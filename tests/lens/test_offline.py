@@ -54,6 +54,8 @@ def test_missing_losses_survive_the_cache_and_wrong_inputs_are_named():
     cache, variants = ContextCache(), [Variant([0, 1], [0, 0], None, True), Variant([0], [1], 1.0)]
     cache.append(variants, 4)
     assert cache.batch([0], CONFIG)[0].loss.isnan().tolist() == [[True, False]]
+    cache.append(variants, 4, inputs=[{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([3.0])}])
+    assert cache.batch([1], CONFIG)[1]["x"].tolist() == [[1.0, 2.0], [3.0, 0.0]]
     with pytest.raises(ValueError, match="inputs: expected one per variant, 2, got 1"):
         cache.append(variants, 4, inputs=[{"x": torch.ones(2)}])
     with pytest.raises(ValueError, match="inputs: expected 1 rows, got x"):
