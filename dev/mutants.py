@@ -80,6 +80,13 @@ REASONS: dict[str, str] = {
     "leanstep/muon/polar.py iterate, comparison: rows > cols -> rows >= cols": (
         "a square matrix may be multiplied from either side"
     ),
+    "leanstep/muon/polar.py symmetric, boolean:"
+    ' a.device.type != "cpu" or torch.compiler.is_compiling() or a.dtype in HALF or side < MIN_PANEL_SIDE'
+    ' -> ((a.device.type != "cpu") and (torch.compiler.is_compiling()) and (a.dtype in HALF)'
+    " and (side < MIN_PANEL_SIDE))": "both products are right: which one runs is a matter of speed",
+    "leanstep/muon/update.py update, constant: 1 -> (1 + 1) (5)": (
+        "how many matrices are stacked is a matter of speed and memory"
+    ),
     'leanstep/prove/functions.py _run, condition: layout == "strided" and drawn.dim() > 1'
     ' -> (not (layout == "strided" and drawn.dim() > 1))': (
         "the other layouts get the strided upstream gradients: the same functions fail"

@@ -101,13 +101,17 @@ class RowPlan:
         """Return each sample's local response part (possibly empty); unselected positions are exactly 0."""
         return list(self.local_parts(values).split(list(self.splits)))
 
-    def scatter(self, values: Tensor) -> Tensor:
-        """Return a [T_local] vector aligned with local rows, with zeros for rows that were not computed."""
+    def scatter(self, values: Tensor, length: int | None = None) -> Tensor:
+        """Return a [length] vector aligned with local rows, with zeros for rows that were not computed."""
+        length = self.T_local if length is None else length
+        if length < self.T_local:
+            raise ValueError(f"length: {length} is less than the {self.T_local} local rows")
         if values.shape[:1] != (self.num_rows,):
             raise ValueError(f"values: expected {self.num_rows} rows, got shape {tuple(values.shape)}")
+        full = values.new_zeros((length, *values.shape[1:]))
         if self.rows is None:
-            return values
-        return values.new_zeros((self.T_local, *values.shape[1:])).index_copy(0, self.rows, values)
+            return torch.cat((values, full[self.T_local :])) if length > self.T_local else values
+        return full.index_copy(0, self.rows, values)
 
     def response_ranges(self) -> list[tuple[int, int, int]]:
         """Return (sample, start, stop) of the response positions on this rank, in extraction order."""

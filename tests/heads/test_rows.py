@@ -162,6 +162,13 @@ def test_results_are_scattered_to_the_local_rows():
     full = plan.scatter(values)
     assert full.shape == (24,) and torch.equal(full[plan.rows], values)
     assert int((full != 0).sum()) == plan.num_rows
+    assert torch.equal(plan.scatter(values, 30), torch.cat((full, full.new_zeros(6))))
+    with pytest.raises(ValueError, match="length: 23 is less than the 24 local rows"):
+        plan.scatter(values, 23)
+    every = plan_rows([3], [1], select="all")
+    assert every.scatter(torch.ones(every.num_rows), 5).tolist() == [1.0] * every.num_rows + [0.0] * (
+        5 - every.num_rows
+    )
 
 
 def test_empty_responses_and_empty_batches_are_legal():
