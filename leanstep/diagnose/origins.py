@@ -13,6 +13,7 @@ from typing import Any
 from leanstep.tape import events
 from leanstep.tape.events import (
     BACKWARD,
+    LEAF,
     NO_STORAGE,
     OPTIMIZER,
     PARAMETER,
@@ -75,6 +76,8 @@ class Run:
         self._families: dict[int, Family] = {}
         self._of_model: set[int] = set()
         self._model_seen = False
+        # Until then: storages that existed before the recording, and what was computed from their graphs.
+        self._before: set[int] = set()
         self._done = tape.dropped
 
     @property
@@ -121,8 +124,8 @@ class Run:
                 if event.read and self.accelerator:
                     self._reads[place] = OF_THE_MODEL
                 return
-            if event.node >= 0 and event.grad and event.phase != BACKWARD:
-                self._model_seen = True
+            if event.node >= 0 and event.grad and event.phase != BACKWARD and not self._model_seen:
+                self._model_seen = not self._is_of_before(event)
             self._on_op(place, event)
         elif kind == events.READ:
             self._on_read(place, event, event.tensors)
@@ -148,6 +151,18 @@ class Run:
         self.state |= set(event.outs) - {NO_STORAGE}
 
     # Ops
+
+    def _is_of_before(self, event: Event) -> bool:
+        """Return whether an op continues a graph of before the recording, such as the mean of a loss."""
+        graph = [tensor for tensor in event.tensors if tensor.role & REQUIRES_GRAD]
+        if not graph or any(tensor.role & LEAF or self._is_made(tensor.storage) for tensor in graph):
+            return False
+        self._before.update(tensor.storage for tensor in event.results)
+        return True
+
+    def _is_made(self, storage: int) -> bool:
+        """Return whether an op of the recording made a storage, from no graph of before."""
+        return storage not in self._before and (storage in self._families or storage in self._of_model)
 
     def _on_op(self, place: int, event: Event) -> None:
         tensors = event.tensors
@@ -219,6 +234,8 @@ class Run:
         if family is None:
             # Before the first op of the model, what already exists may be its loss.
             family = self._families[storage] = Family(met=not self._model_seen)
+            if not self._model_seen:
+                self._before.add(storage)
         return family
 
     # Reads

@@ -119,6 +119,7 @@ COMMANDS = {
         ("bench", signal.SIGHUP),
         ("fix", signal.SIGTERM),
         ("rehearse", signal.SIGTERM),
+        pytest.param("rehearse", signal.SIGKILL, marks=on_linux),
         ("demo", signal.SIGTERM),
         ("diagnose", signal.SIGTERM),
     ],
@@ -140,7 +141,9 @@ def test_a_signal_to_the_command_alone_ends_the_script(tmp_path, command, number
         assert all(map(is_running, pids))
         os.kill(leanstep, number)
         code = ended(leanstep)
-        if command != "diagnose":  # which runs the script in its own process
+        if number == signal.SIGKILL:
+            assert wait_until(lambda: not is_running(pids[0]))
+        elif command != "diagnose":  # which runs the script in its own process
             # The command itself waits for the end of the script's process group.
             assert wait_until(lambda: not any(map(is_running, pids)))
             assert list((tmp_path / "temporary").iterdir()) == []
@@ -152,6 +155,7 @@ def test_a_signal_to_the_command_alone_ends_the_script(tmp_path, command, number
         signal.SIGTERM: (143, "leanstep: ended by SIGTERM\n"),
         signal.SIGHUP: (129, "leanstep: ended by SIGHUP\n"),
         signal.SIGINT: (130, "leanstep: interrupted\n"),
+        signal.SIGKILL: (-9, ""),
     }
     assert (code, (tmp_path / "stderr").read_text()) == said[number]
 

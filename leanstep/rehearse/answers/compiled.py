@@ -419,7 +419,8 @@ def _kept_in_registers(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
 class CompiledModule(torch.nn.Module):
     """The result of torch.compile(module) when regions run eagerly: names still start with `_orig_mod.`.
 
-    Like torch's own, it reads and sets attributes of the module.
+    Like torch's own, it reads and sets attributes of the module, except for what it has itself: a wrapped
+    `forward` calls its own.
     """
 
     def __init__(self, module: torch.nn.Module):
@@ -436,7 +437,8 @@ class CompiledModule(torch.nn.Module):
         return getattr(self._modules["_orig_mod"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_orig_mod" or "_orig_mod" not in self.__dict__.get("_modules", ()):
+        is_own = name == "_orig_mod" or hasattr(type(self), name)
+        if is_own or "_orig_mod" not in self.__dict__.get("_modules", ()):
             super().__setattr__(name, value)
         else:
             setattr(self._orig_mod, name, value)
