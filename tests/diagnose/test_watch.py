@@ -320,7 +320,8 @@ def test_recording_stops_after_its_steps_and_the_script_runs_on(write_script, wa
     )
     watch = watched(script)
     assert len(watch.steps) == 3
-    assert watch.step_seconds is not None
+    # One more step is timed; beside other processes it may be nothing but waits.
+    assert watch.step_seconds is not None or watch.waited_seconds > 0
 
 
 def test_a_mode_of_the_user_survives_ours() -> None:
