@@ -166,9 +166,7 @@ def test_results_are_scattered_to_the_local_rows():
     with pytest.raises(ValueError, match="length: 23 is less than the 24 local rows"):
         plan.scatter(values, 23)
     every = plan_rows([3], [1], select="all")
-    assert every.scatter(torch.ones(every.num_rows), 5).tolist() == [1.0] * every.num_rows + [0.0] * (
-        5 - every.num_rows
-    )
+    assert every.scatter(torch.ones(3), 5).tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_empty_responses_and_empty_batches_are_legal():

@@ -117,13 +117,19 @@ def test_loaded_tensors_are_copies():
     assert not torch.equal(mine["residual"], theirs["residual"])
 
 
+def resumed(residual, model, optimizer):
+    """Return what `make` does, with the weights and the state of another run."""
+    other, fresh, schedule = make(residual)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(optimizer.state_dict())
+    return other, fresh, schedule
+
+
 @pytest.mark.parametrize(("source", "target"), [("truncate", "nearest"), ("nearest", "truncate")])
 def test_other_residual_mode_is_converted_without_losing_a_bit(source, target):
     model, optimizer, scheduler = make(source)
     train(model, optimizer, scheduler, 0, 3)
-    other, fresh, _ = make(target)
-    other.load_state_dict(model.state_dict())
-    fresh.load_state_dict(optimizer.state_dict())
+    other, fresh, _ = resumed(target, model, optimizer)
     assert all(group["residual"] == target for group in fresh.param_groups)
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(master(fresh, mine), master(optimizer, theirs))
@@ -136,9 +142,7 @@ def test_other_residual_mode_is_converted_without_losing_a_bit(source, target):
 def test_low_bits_begin_at_zero_or_are_dropped(source, target):
     model, optimizer, scheduler = make(source)
     train(model, optimizer, scheduler, 0, 2)
-    other, fresh, schedule = make(target)
-    other.load_state_dict(model.state_dict())
-    fresh.load_state_dict(optimizer.state_dict())
+    other, fresh, schedule = resumed(target, model, optimizer)
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs) and ("residual" in fresh.state[mine]) == (target != "none")
         assert target == "none" or not fresh.state[mine]["residual"].any()
