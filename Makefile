@@ -61,7 +61,7 @@ mutants: $(VENV)/.test
 
 # Which lines of leanstep/ run in the tests, of all processes? `make covered PYTEST_ARGS='-m quick'` for `make test`.
 covered: $(VENV)/.test
-	$(BIN)/python dev/covered.py $(PYTEST_ARGS)
+	$(BIN)/python dev/covered.py $(WORKERS) $(PYTEST_ARGS)
 
 # Real bugs of other projects: prove must name each one. It installs the versions that the exhibits need.
 museum: $(VENV)/.test

@@ -1,7 +1,7 @@
 """Which lines of leanstep/ do the tests run? In every process, forked ones included.
 
-    python dev/covered.py -m quick     the lines of `make test`
-    python dev/covered.py              the lines of `make test-all`
+    make covered PYTEST_ARGS="-m quick"     the lines of `make test`
+    make covered                            the lines of `make test-all`
 
 Arguments are pytest's. It writes build/covered/: `lines.txt` with the missing lines of each file, and
 `.coverage` with the test that ran a line, for `coverage html --show-contexts`. A process that is killed
@@ -79,9 +79,9 @@ def main(arguments: list[str]) -> int:
     site.mkdir(parents=True)
     (site / "sitecustomize.py").write_text(SITE.format(out=str(OUT), source=str(ROOT / "leanstep")))
     (site / "name_tests.py").write_text(PLUGIN)
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-o", "timeout=900"]
+    command = [sys.executable, "-m", "pytest", "-o", "timeout=900", "-p", "name_tests"]
     failed = subprocess.run(
-        [*command, "-p", "name_tests", *arguments],
+        [*command, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
     ).returncode
